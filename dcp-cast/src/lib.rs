@@ -123,7 +123,7 @@ impl Caster {
             {
                 return Err(refuse(format!(
                     "would lose the fractions of its numbers from {from} to {to}; ask for \
-                     truncation if that is what you want"
+                     truncation to allow it"
                 )));
             }
             (Kind::Float, Kind::Float) => {

@@ -76,7 +76,7 @@ impl Merge<'_> {
     destination_options!();
     format_options!();
 
-    /// What becomes of keys that several checkpoints have; they are refused by default.
+    /// The treatment of keys that several checkpoints have; they are refused by default.
     pub fn duplicates(mut self, duplicates: Duplicates) -> Self {
         self.duplicates = duplicates;
         self
@@ -154,7 +154,7 @@ impl Average<'_> {
     destination_options!();
     format_options!();
 
-    /// Weights, the dtype of sums, and what becomes of what has no average. The dtype of the result
+    /// Weights, the dtype of sums, and the treatment of values without an average. The dtype of the result
     /// is that of the destination.
     pub fn options(mut self, options: AverageOptions) -> Self {
         self.options = options;

@@ -93,7 +93,7 @@ impl Conversion<'_> {
         self
     }
 
-    /// What becomes of the optimizer's state of Megatron-Core.
+    /// The treatment of Megatron-Core's optimizer state.
     pub fn optimizer(mut self, optimizer: OptimizerOptions) -> Self {
         self.optimizer = optimizer;
         self

@@ -30,11 +30,11 @@ pub enum ErrorKind {
     Callables,
     /// The checkpoint has no key of that name.
     UnknownKey,
-    /// The target exists, and replacing it was not asked for.
+    /// The target exists, and replacing it was not requested.
     TargetExists,
     /// Source and target are the same place.
     SameTarget,
-    /// The target lies in the source, or files of the source lie in the target.
+    /// The target is in the source, or files of the source lie in the target.
     Overlap,
     /// A checkpoint of another format, of a run, or of an unfinished save is at the target.
     OtherCheckpoint,
@@ -112,7 +112,7 @@ impl Error {
             Cause::None => None,
             Cause::Same(error) | Cause::Below(error) => Some(&**error),
         };
-        // The source of an error that was given a context is that of its own cause.
+        // The source of an error with context is that of its own cause.
         cause.is_some_and(|cause| match cause.downcast_ref::<Self>() {
             Some(error) => error.is_retryable(),
             None => FailureKind::of(cause).is_retryable(),
@@ -353,7 +353,7 @@ impl From<MegatronError> for Error {
             MegatronError::Convert(error) => return error.into(),
             MegatronError::FlatOptimizer { .. } => (
                 ErrorKind::Unsupported,
-                "--no-optimizer leaves it out; --optimizer per-parameter tells the parameters in \
+                "--no-optimizer leaves it out; --optimizer per-parameter separates the parameters in \
                  the buffers apart by their values",
             ),
             MegatronError::Indivisible { what: "layers", .. } => (
@@ -412,7 +412,7 @@ impl From<MappingError> for Error {
                 "pass --config DIR, the folder with the original model's config.json",
             ),
             MappingError::UnknownFact { .. } => (ErrorKind::Undecided, UNSAID),
-            MappingError::Rule { ref problem, .. } if problem.ends_with("the shapes tell") => {
+            MappingError::Rule { ref problem, .. } if problem.ends_with("nor the shapes") => {
                 (ErrorKind::Undecided, UNSAID)
             }
             MappingError::BadFact { .. } => (

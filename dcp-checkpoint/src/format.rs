@@ -129,7 +129,7 @@ impl Format {
         if [".pt", ".pth", ".bin", ".ckpt"].iter().any(|ending| target.ends_with(ending)) {
             return Ok(Self::TorchSave);
         }
-        let message = format!("cannot tell in which format to write {target:?}");
+        let message = format!("the name {target:?} does not determine a format");
         Err(Error::new(ErrorKind::InvalidOption, message)
             .with_hint(format!("say --to {}", names())))
     }

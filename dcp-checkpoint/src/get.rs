@@ -132,7 +132,7 @@ impl FileKind {
             () if is(".safetensors") => Ok(Self::Safetensors),
             () if is(".pt") || is(".pth") => Ok(Self::TorchSave),
             () => {
-                let message = format!("cannot tell what kind of file {path:?} should be");
+                let message = format!("the name {path:?} does not determine the kind of file");
                 Err(Error::new(ErrorKind::InvalidOption, message)
                     .with_hint("end its name in .npy, .safetensors or .pt"))
             }

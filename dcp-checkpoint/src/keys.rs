@@ -40,7 +40,7 @@ impl Keys {
         Self::default()
     }
 
-    /// Takes only keys that match this pattern, or one of those that were given before.
+    /// Takes only keys that match this pattern, or one of the earlier ones.
     #[must_use]
     pub fn include(mut self, pattern: impl Into<String>) -> Self {
         self.include.push(pattern.into());

@@ -268,7 +268,7 @@ impl MappingOptions {
     }
 }
 
-/// What the arguments of a checkpoint tell. Those that were saved through PyTorch alone have them
+/// The facts in the arguments of a checkpoint. Those that were saved through PyTorch alone have them
 /// as an object of their own.
 /// What wrote no arguments wrote a configuration beside it.
 async fn facts(opened: &Checkpoint, source: &Source, notes: &mut Notes) -> Result<Facts, Error> {
@@ -301,7 +301,7 @@ async fn recognized(source: &Source, facts: &Facts) -> Result<Mapping, Error> {
         Recognition::Found { family, .. } => Ok(Mapping::builtin(&family)?),
         Recognition::Ambiguous { candidates, why } => {
             let message = format!(
-                "the model may be of several families, {}, as far as its weights tell: {why}",
+                "the model may be of several families, {}, by its weights: {why}",
                 candidates.join(" or ")
             );
             Err(Error::new(ErrorKind::Undecided, message).with_hint(format!(

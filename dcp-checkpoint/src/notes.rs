@@ -22,7 +22,7 @@ impl Notes {
         Self { listener: self.listener.clone(), said: Vec::new() }
     }
 
-    /// Nothing said yet, and nobody listens.
+    /// No notes yet, and no listener.
     pub(crate) fn unheard() -> Self {
         Self::default()
     }

@@ -117,7 +117,7 @@ impl Opener {
         self.notes.begin()
     }
 
-    /// The same opener, to which nobody listens.
+    /// The same opener without a listener.
     pub(crate) fn unheard(&self) -> Self {
         Self { notes: Notes::unheard(), ..self.clone() }
     }

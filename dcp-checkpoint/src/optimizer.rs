@@ -1,4 +1,4 @@
-//! What becomes of the optimizer's state in checkpoints of Megatron-Core.
+//! The optimizer state of Megatron-Core's checkpoints in a conversion.
 
 use dcp_convert::{JobOptions, Selection, Source};
 use dcp_megatron::MegatronCheckpoint;
@@ -27,7 +27,7 @@ pub enum OptimizerForm {
     PerParameter,
 }
 
-/// What becomes of the optimizer's state of Megatron-Core. State that Megatron-Core 0.15 to 0.19
+/// The treatment of Megatron-Core's optimizer state. State that Megatron-Core 0.15 to 0.19
 /// shifted is refused by default.
 ///
 /// ```
@@ -40,7 +40,7 @@ pub struct OptimizerOptions {
     pub(crate) form: Option<OptimizerForm>,
     /// Whether shifted state is written as it is.
     pub(crate) allow_corrupt: bool,
-    /// Whether the optimizer begins anew: master parameters from the weights, moments and steps
+    /// Whether the optimizer is reset: master parameters from the weights, moments and steps
     /// zero.
     pub(crate) repair: bool,
 }
@@ -66,7 +66,7 @@ impl OptimizerOptions {
         self
     }
 
-    /// The same, with an optimizer that begins anew or goes on.
+    /// The same, with the optimizer reset or kept.
     #[must_use]
     pub fn repair(mut self, repair: bool) -> Self {
         self.repair = repair;
@@ -84,7 +84,7 @@ impl OptimizerOptions {
     }
 
     /// The checkpoint with the optimizer's state as chosen. Shifted state that `selection` would
-    /// take is refused, unless an option says what becomes of it.
+    /// take is refused, unless an option selects a treatment.
     pub(crate) async fn apply(
         self,
         opened: &Checkpoint,

@@ -20,7 +20,7 @@ pub(crate) enum Shape {
     Folder,
 }
 
-/// Refuses to write where a file of the source lies, before anything is opened for writing.
+/// Refuses to write over a file of the source, before anything is opened for writing.
 ///
 /// A file may have a free name in the folder of the source; a folder that is written must have
 /// none of the source's files in it, nor lie in the source itself.
@@ -42,7 +42,7 @@ pub(crate) async fn keep_apart(
         locations(storages, url).iter().any(|at| targets.iter().any(|target| target.is_in(at)))
     };
     if shape == Shape::Folder && source.is_folder && holds_target(place) {
-        let message = format!("{target:?} lies in the source {uri:?}");
+        let message = format!("{target:?} is in the source {uri:?}");
         return Err(Error::new(ErrorKind::Overlap, message)
             .with_hint("write to another folder; files inside a checkpoint are deleted with it"));
     }
@@ -67,7 +67,7 @@ pub(crate) async fn keep_apart(
     Ok(())
 }
 
-/// Refuses a target that is the source, lies in it, or has it in it.
+/// Refuses a target that is the source, is in it, or has it in it.
 pub(crate) fn keep_urls_apart(
     storages: &StorageRegistry,
     source: &str,

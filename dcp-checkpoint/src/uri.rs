@@ -1,6 +1,6 @@
 //! URIs: their folders and names.
 
-/// The folder that a URI lies in, and its name there; none for a root, such as a bucket.
+/// The folder that a URI is in, and its name there; none for a root, such as a bucket.
 pub(crate) fn split(uri: &str) -> Option<(String, String)> {
     let (scheme, path) = match uri.split_once("://") {
         Some((scheme, path)) => (format!("{scheme}://"), path),

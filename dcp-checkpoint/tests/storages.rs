@@ -21,7 +21,7 @@ fn web() -> StorageRegistry {
     let mut storages = StorageRegistry::empty();
     storages.register("web", |request| {
         let path = dcp_testing::fixture(request.url.trim_start_matches("web://"));
-        // A web server does not tell folders from names that it does not have.
+        // A web server does not distinguish folders from missing names.
         let (root, folder) = match path.is_dir() {
             true => (path, None),
             false => (path.parent().unwrap().to_owned(), path.file_name()),

@@ -171,7 +171,7 @@ fn serve(bucket: &str, milliseconds: &str) -> Result {
         }
     };
     let endpoint = proxy.as_ref().map_or_else(|| double.endpoint(), FaultProxy::endpoint);
-    // `object_store` asks Google for a token unless the account says that there is none.
+    // `object_store` requests a token of Google unless the account says that there is none.
     let account = double.service_account().replace(&double.endpoint(), &endpoint);
     println!("google_service_account_key={account}");
     std::io::stdin().read_to_end(&mut Vec::new())?;

@@ -24,7 +24,7 @@ use dcp_conformance::{Effect, Fault, FaultStorage};
 use crate::cli::Cli;
 use crate::failure::Failure;
 
-/// What becomes of the target of a command.
+/// The state of a target after a command.
 type Break = Arc<dyn Fn(FaultStorage) -> FaultStorage>;
 
 thread_local! {
@@ -35,7 +35,7 @@ thread_local! {
     static HEARD: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// What a command writes to, broken as the test that runs it wants it.
+/// What a command writes to, broken as the test requires.
 pub(crate) fn faulty(storage: Arc<dyn Storage>, request: &OpenRequest) -> Arc<dyn Storage> {
     if request.access != Access::Write {
         return storage;
@@ -289,13 +289,13 @@ impl Bench {
         if verified.outcome.is_err() {
             assert!(!self.case.file, "{when}: half a file");
             let inspected = dcp(&["inspect", &shown], None);
-            let told = |said: &str| {
+            let reports = |said: &str| {
                 let signs = ["did not finish", "not written to its end", "died while it replaced"];
                 signs.iter().any(|sign| said.contains(sign))
                     || said.contains("when its writer died")
             };
             for said in [&verified.said, &inspected.said] {
-                assert!(told(said), "{when}: {:?} is reported as: {said}", found.keys());
+                assert!(reports(said), "{when}: {:?} is reported as: {said}", found.keys());
             }
             return Is::Unfinished;
         }

@@ -138,7 +138,7 @@ macro_rules! from_below {
 from_below!(CheckpointError, StorageError, ConvertError, MegatronError, MappingError);
 
 impl From<io::Error> for Failure {
-    /// Output that nobody reads any more, as in `dcp … | head`, is no failure.
+    /// Output without a reader, as in `dcp … | head`, is no failure.
     fn from(error: io::Error) -> Self {
         if error.kind() == io::ErrorKind::BrokenPipe {
             return Self { silent: true, ..Self::new(Exit::Io, "") };

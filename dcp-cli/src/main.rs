@@ -74,10 +74,10 @@ fn run(cli: Cli) -> Result<(), Failure> {
     }
 }
 
-/// Events of the libraries, on stderr: `-v` and `-vv`, or what `DCP_LOG` asks for.
+/// Events of the libraries, on stderr: `-v` and `-vv`, or what `DCP_LOG` requests.
 fn trace(verbose: u8) {
-    let asked = std::env::var("DCP_LOG").ok().filter(|filter| !filter.is_empty());
-    let filter = match (verbose, asked) {
+    let requested = std::env::var("DCP_LOG").ok().filter(|filter| !filter.is_empty());
+    let filter = match (verbose, requested) {
         (0, None) => return,
         (0, Some(filter)) => filter,
         (1, _) => "info".to_owned(),

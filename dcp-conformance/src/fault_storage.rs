@@ -359,7 +359,7 @@ impl Upload for FaultUpload {
             }
             Verdict::Die { torn: true, .. } => Some(inner.put_part(first_half(&part))),
             Verdict::Fail { .. } | Verdict::Die { .. } => {
-                // The upload knows of the part that it lacks.
+                // Dropped, the part makes the upload fail at its end.
                 drop(inner.put_part(part));
                 None
             }

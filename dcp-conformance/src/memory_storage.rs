@@ -232,7 +232,7 @@ impl Storage for MemoryStorage {
                 let kind = StorageErrorKind::Truncated;
                 return Err(StorageError::new(kind, StorageOp::Read, Some(key.clone()))
                     .with_message(format!(
-                        "{} bytes at {byte_offset} were asked for, the object has {}",
+                        "{} bytes at {byte_offset} were requested, the object has {}",
                         buffer.len(),
                         bytes.len()
                     )));

@@ -51,7 +51,7 @@ pub enum ConvertError {
         structure: bool,
     },
     /// A part of a training state was requested, and no key can be assigned to it.
-    #[error("cannot tell the parts of the state apart: {problem}")]
+    #[error("the parts of the state are ambiguous: {problem}")]
     UnknownPart {
         /// Which part, and the keys that are ambiguous.
         problem: String,

@@ -1,6 +1,6 @@
 //! Which URLs name one place.
 
-/// A place in a storage, by which jobs tell whether two URLs name the same files.
+/// A place in a storage. Jobs compare places to find URLs that name the same files.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Location {
     storage: String,
@@ -22,7 +22,7 @@ impl Location {
         Some(Self::new(scheme.to_ascii_lowercase(), names.map(str::to_owned).collect::<Vec<_>>()))
     }
 
-    /// Whether it is `other`, or lies in it.
+    /// Whether it is `other`, or is in it.
     #[must_use]
     pub fn is_in(&self, other: &Self) -> bool {
         self.storage == other.storage && self.names.starts_with(&other.names)

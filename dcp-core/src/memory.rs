@@ -13,7 +13,7 @@
 //!    long as the allocation lives. The owner inside the allocation keeps it so, and the caller of
 //!    the one unsafe constructor promises it. It is freed only when the last `Arc` goes, and every
 //!    loan holds one.
-//! 2. Nobody reaches the bytes but through loans. `Book` records every outstanding loan under a
+//! 2. The bytes are reached through loans only. `Book` records every outstanding loan under a
 //!    mutex; it grants an exclusive range only when no shared loan is out and no exclusive range
 //!    overlaps, and a shared loan only when no exclusive one is out.
 //! 3. A loan is returned exactly once, by `Drop`.
@@ -438,7 +438,7 @@ impl Deref for Buffer {
         if self.start == self.end {
             return &[];
         }
-        // SAFETY: the range lies within the allocation, is valid by invariant 1, and no other
+        // SAFETY: the range is within the allocation, is valid by invariant 1, and no other
         // loan of it is out by invariant 2.
         unsafe {
             std::slice::from_raw_parts(

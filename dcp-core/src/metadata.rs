@@ -187,7 +187,7 @@ impl Layout {
     /// Whether placement, dtype and shape determine a tensor's elements. False when the placement
     /// is that of a storage of which each tensor takes other elements.
     #[must_use]
-    pub fn is_told_by_place(self) -> bool {
+    pub fn is_fixed_by_place(self) -> bool {
         self != Self::TorchSave
     }
 }

@@ -8,7 +8,7 @@ use crate::plan::{GlobalPlan, LoadPlan, LoadReport, PlanContext, SavePlan, State
 
 /// Plans saves. Pure: the same input gives the same plan, in any order of ranks.
 ///
-/// A planner of one's own mostly changes what another one is given or what it returns. This one
+/// A planner of one's own mostly changes the input or the result of another one. This one
 /// leaves names out of the checkpoint, and passes the suite of `dcp-conformance`:
 ///
 /// ```

@@ -78,7 +78,7 @@ pub struct OpenRequest {
     pub url: String,
     /// The purpose.
     pub access: Access,
-    /// Settings, of which an opener uses those that it knows.
+    /// Settings, of which an opener uses its own.
     pub options: StorageOptions,
 }
 

@@ -47,7 +47,7 @@ pub type PartFuture = Pin<Box<dyn Future<Output = Result<(), StorageError>> + Se
 /// passed to a thread or the network may still finish, but never leaves a partly written object
 /// visible under its key.
 ///
-/// The pieces of a [`Payload`] may be loans of a tensor's memory, which its owner wants back. A
+/// The pieces of a [`Payload`] may be loans of a tensor's memory, which the writer returns. A
 /// storage keeps them until the write ends, and no longer than the request or the thread that it
 /// passed them to needs once the future is dropped. A storage that stores the bytes in memory
 /// copies them.
@@ -348,7 +348,7 @@ pub trait Storage: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// [`Unsupported`](StorageErrorKind::Unsupported) when the storage cannot tell what is left.
+    /// [`Unsupported`](StorageErrorKind::Unsupported) when the storage cannot list what is left.
     async fn remove_leftovers(
         &self,
         folder: Option<&Key>,

@@ -133,7 +133,7 @@ impl Tensor {
         let whole = full(&shape)?;
         for shard in &shards {
             if !whole.contains(&shard.region) {
-                let problem = format!("shard {} lies outside of shape {shape}", shard.region);
+                let problem = format!("shard {} is outside shape {shape}", shard.region);
                 return Err(PlanError::InvalidTensor { problem });
             }
             if shard.dtype != dtype {

@@ -95,7 +95,7 @@ impl TensorView {
     pub fn narrow(&self, region: &Region) -> Result<Self, PlanError> {
         let whole = full(&self.shape)?;
         if !whole.contains(region) {
-            let problem = format!("region {region} lies outside of shape {}", self.shape);
+            let problem = format!("region {region} is outside shape {}", self.shape);
             return Err(PlanError::InvalidTensor { problem });
         }
         let byte_offset = if region.is_empty() {

@@ -112,7 +112,7 @@ impl BroadcastReader {
                 taker.take(&bytes);
             }
         }
-        // A rank that failed to store a message receives the others, so that no rank waits in vain.
+        // A rank that failed to store a message receives the others, so that no rank hangs.
         group.all_gather_results(Phase::Read, taker.finish(&mut report)).await?;
         Ok(report)
     }

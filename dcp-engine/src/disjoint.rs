@@ -38,7 +38,7 @@ pub(crate) fn disjoint(regions: Vec<Region>) -> Vec<Region> {
 const PARTS_MAX: usize = 4096;
 
 /// Boxes without a common element that hold everything `regions` hold, each with all whose regions
-/// it lies in, ascending. Of more than 512 different regions, or where they cut each other into
+/// it is in, ascending. Of more than 512 different regions, or where they cut each other into
 /// too many parts, it is the box around all of them, for every rank.
 pub(crate) fn overlay(regions: Vec<(Region, u32)>) -> Vec<(Region, Vec<u32>)> {
     const DIFFERENT_MAX: usize = 512;

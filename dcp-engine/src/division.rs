@@ -45,7 +45,7 @@ struct Part {
     byte_len: u64,
 }
 
-/// What one rank was given so far.
+/// One rank's share so far.
 #[derive(Debug, Default)]
 struct Pile {
     send: LoadPlan,
@@ -67,8 +67,8 @@ impl Division {
         let mut parts = Vec::new();
         for (part, who) in Self::parts(metadata, plans)? {
             let holders = *known.entry(who).or_insert_with_key(|who| {
-                let wants = |plan: &usize| who.iter().any(|wanting| *wanting as usize == *plan);
-                let ranks = plan_of.iter().zip(0..).filter(|(plan, _)| wants(plan));
+                let needs = |plan: &usize| who.iter().any(|wanting| *wanting as usize == *plan);
+                let ranks = plan_of.iter().zip(0..).filter(|(plan, _)| needs(plan));
                 let ranks: Vec<Rank> = ranks.map(|(_, rank)| rank).collect();
                 let shared = ranks.len() > 1;
                 holdings.holders(ranks).map(|holders| (holders, shared))

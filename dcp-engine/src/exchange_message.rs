@@ -251,7 +251,7 @@ impl Collector {
 impl DataSink for Collector {
     fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
         let view = self.views.get(item.leaf as usize).cloned();
-        view.ok_or_else(|| bad("an item that was not asked for"))
+        view.ok_or_else(|| bad("an item that was not requested"))
     }
 
     fn commit(&self, _item: &ReadItem) -> Result<(), CheckpointError> {

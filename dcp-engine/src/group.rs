@@ -17,7 +17,7 @@ type Job = Box<dyn FnOnce(&dyn Collective) + Send>;
 ///
 /// Collectives block, so each operation gets a thread for them; the async side awaits the
 /// results. An operation that ends without the knowledge of the other ranks (a panic, a canceled
-/// future, an error outside the protocol) aborts the group, so that no rank waits in vain.
+/// future, an error outside the protocol) aborts the group, so that no rank hangs.
 ///
 /// [`Saver`](crate::Saver) and [`Loader`](crate::Loader) are made of it; a crate with a protocol of
 /// its own makes one for each operation and [`run`](Self::run)s it. Every method
@@ -104,7 +104,7 @@ impl Group {
         result
     }
 
-    /// The operation ended with `result`, and every rank knows it, unless the error says
+    /// The operation ended with `result`, on every rank, unless the error says
     /// otherwise.
     pub fn conclude<T>(mut self, result: &Result<T, CheckpointError>) {
         self.concluded = result.as_ref().err().is_none_or(|error| self.is_agreed(error));

@@ -1,6 +1,6 @@
 #![doc = include_str!("../README.md")]
 //!
-//! The engine brings a planner, a format and a group of ranks together and knows none of them by
+//! The engine brings a planner, a format and a group of ranks together and names none of them by
 //! name. A save goes: every rank plans, the coordinator merges the plans and gives every byte its
 //! place, every rank writes, and when all have succeeded the coordinator commits. A load goes:
 //! every rank looks at the index and plans, and when all have found that it fits, every rank

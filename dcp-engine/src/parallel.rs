@@ -46,7 +46,7 @@ pub enum Exchange {
 /// needs is read once in the group, by one of the ranks that need it, and sent to the others.
 ///
 /// This is Megatron-Core's fully parallel load, beneath the planner: a [`Loader`](crate::Loader)
-/// in any group, also one of more ranks, takes it as its reader and knows nothing of it. What is
+/// in any group, also one of more ranks, uses it as any other reader. What is
 /// shared is not the requested shard but the stored element, so that ranks with different layouts
 /// share, too. What only one rank needs, it reads straight into its own memory. Objects are
 /// shared as tensors are. The index is read by one rank for all. A group of one reads as its
@@ -180,7 +180,7 @@ impl ParallelReader {
             }
         }
         let kept = self.keep(metadata, &assignment.keep, &mut taker, &mut report).await;
-        // A rank that failed to store a message receives the others, so that no rank waits in vain.
+        // A rank that failed to store a message receives the others, so that no rank hangs.
         let outcome = kept.and_then(|()| taker.finish(&mut report));
         group.all_gather_results(Phase::Read, outcome).await?;
         Ok(report)
@@ -238,7 +238,7 @@ impl ParallelReader {
                     views.push(view);
                     direct.items.push(ReadItem { leaf, ..item.clone() });
                 }
-                // Two of this rank's items want it.
+                // Two of this rank's items need it.
                 None => rest.push(item),
             }
         }

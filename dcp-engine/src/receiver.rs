@@ -11,7 +11,7 @@ use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Region, TensorVie
 use crate::exchange_message::Parcel;
 use crate::planned::{bad, tensor_dtype};
 
-/// Takes what this rank's plan asks for out of what is sent to all.
+/// Takes what this rank's plan requests out of what is sent to all.
 #[derive(Debug)]
 pub(crate) struct Receiver<'a> {
     metadata: &'a CheckpointMetadata,

@@ -287,7 +287,7 @@ impl Saver {
             Ok(((), reports)) => reports,
             Err(error) => {
                 // Only when all know that nothing will be committed: a rank that merely lost the
-                // coordinator cannot tell whether the commit is under way.
+                // coordinator cannot know whether the commit is under way.
                 if group.is_agreed(&error) {
                     mine.abandon().await;
                 }

@@ -74,7 +74,7 @@ impl StateSource {
                         let region = Region::new(item.offsets, item.sizes)
                             .map_err(|error| unsupported(&error.to_string()))?;
                         let elements = find(tensor, &region, piece_bytes).ok_or_else(|| {
-                            unsupported("the planner asks for a part that this rank does not hold")
+                            unsupported("the planner requests a part that this rank does not hold")
                         })??;
                         // Host memory is there anyway; what is cast or copied takes more of it.
                         match (&elements, cast) {

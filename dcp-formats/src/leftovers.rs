@@ -51,7 +51,7 @@ impl Leftovers {
         let mut notes = Vec::new();
         if let Some(meta) = &self.foreign {
             notes.push(format!(
-                "{} lies here, too: it is of another checkpoint or what is left of one",
+                "{} is here, too: it is of another checkpoint or what is left of one",
                 meta.key
             ));
         }

@@ -22,7 +22,7 @@ pub type ByteProgress = Arc<dyn Fn(u64) + Send + Sync>;
 
 /// The default of [`FileOptions::upload_bytes`]: four parts of the default length.
 const UPLOAD_BYTES: u64 = 64 << 20;
-/// More bytes of a save are not in flight.
+/// The maximum bytes in flight of a save.
 const UPLOAD_BYTES_MAX: u64 = 256 << 20;
 
 /// The bytes of a file around each item.
@@ -102,7 +102,7 @@ impl FileOptions {
     }
 }
 
-/// A complete file that has no name yet: in memory if it is small, uploaded otherwise.
+/// A complete file without its name: in memory if it is small, uploaded otherwise.
 #[derive(Debug)]
 #[must_use = "it is no file until it is published"]
 pub struct PendingFile<'a> {
@@ -319,7 +319,7 @@ mod tests {
 
     const LEN: u64 = 40;
 
-    /// Bytes that count up, ten at a time, as many as may be had.
+    /// Bytes that count up, ten at a time, as many as the limit allows.
     #[derive(Debug)]
     struct Counting {
         given: AtomicU64,
@@ -363,7 +363,7 @@ mod tests {
         }
     }
 
-    /// Takes a part when it is let go on.
+    /// Takes a part when the test releases it.
     #[derive(Debug, Default)]
     struct Slow {
         taken: Arc<Mutex<Vec<u8>>>,
@@ -456,7 +456,7 @@ mod tests {
         assert_eq!(upload.taken.lock().unwrap().len(), 20);
     }
 
-    /// Notes how many segments are asked for at once.
+    /// Notes how many segments are requested at once.
     #[derive(Debug, Default)]
     struct Crowded {
         now: AtomicU64,

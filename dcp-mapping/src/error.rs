@@ -43,7 +43,7 @@ pub enum MappingError {
     /// There is no built-in mapping of that name.
     #[error("there is no model family {name}; there are {}", .known.join(", "), name = Quoted(.name))]
     UnknownFamily {
-        /// The name asked for.
+        /// The name requested.
         name: String,
         /// Those there are.
         known: Vec<&'static str>,
@@ -56,7 +56,7 @@ pub enum MappingError {
         /// What speaks against it.
         why: String,
     },
-    /// No rule knows what to do with some tensors of the checkpoint.
+    /// Some tensors of the checkpoint have no rule.
     #[error("the mapping {family} has no rule for {}", first_of(.tensors), family = Quoted(.family))]
     LeftOver {
         /// The mapping's name.
@@ -64,8 +64,8 @@ pub enum MappingError {
         /// The tensors, in the checkpoint's order.
         tensors: Vec<String>,
     },
-    /// A number that is needed is given nowhere.
-    #[error("{needed_for} needs {fact}, which neither the arguments nor the shapes tell", needed_for = Message(.needed_for), fact = Message(.fact))]
+    /// A required number is missing.
+    #[error("{needed_for} needs {fact}, which is in neither the arguments nor the shapes", needed_for = Message(.needed_for), fact = Message(.fact))]
     UnknownFact {
         /// The number, by the name that Megatron's arguments have for it.
         fact: String,
@@ -93,7 +93,7 @@ pub enum MappingError {
         problem: String,
     },
     /// `config.json` would have holes, which transformers fills with numbers of another model.
-    #[error("the arguments do not tell {}, which config.json has to say", .fields.join(", "))]
+    #[error("config.json needs {}, which the arguments do not have", .fields.join(", "))]
     Unsaid {
         /// Fields of `config.json`.
         fields: Vec<String>,

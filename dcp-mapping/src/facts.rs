@@ -8,7 +8,7 @@ use crate::error::MappingError;
 ///
 /// They come from a checkpoint's `args` ([`from_args`](Self::from_args)), from a transformers
 /// `config.json` ([`Mapping::facts_of_config`](crate::Mapping::facts_of_config)), or one by one.
-/// What is missing is taken from shapes where they tell it.
+/// Missing facts are derived from shapes where possible.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Facts {
     values: Map<String, Value>,
@@ -55,7 +55,7 @@ impl Default for Padding {
 }
 
 impl Facts {
-    /// Nothing but what shapes tell.
+    /// Facts from shapes alone.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -117,12 +117,12 @@ impl Facts {
     }
 
     /// The same for a model that will be opened with a given `config.json`, of which `config` are
-    /// the facts: the vocabulary has as many tokens as it says, and it tells what else is not known.
+    /// the facts: the vocabulary has as many tokens as it says, and it has the other missing facts.
     ///
     /// # Errors
     ///
-    /// [`MappingError::BadFact`] when it is the configuration of another model: where both tell how
-    /// the model computes, they must tell the same, and no token that the arguments count may be
+    /// [`MappingError::BadFact`] when it is the configuration of another model: where both state how
+    /// the model computes, they must agree, and no token that the arguments count may be
     /// missing.
     pub fn described_by(mut self, config: &Self) -> Result<Self, MappingError> {
         for (name, other) in config.values() {
@@ -148,7 +148,7 @@ impl Facts {
         Ok(self)
     }
 
-    /// Whether a fact that `config` tells, too, has to be the same there.
+    /// Whether a fact must be the same in `config`.
     fn has_to_agree(&self, name: &str, value: &Value, config: &Self) -> bool {
         let is = |name: &str, value: &str| config.get(name).and_then(Value::as_str) == Some(value);
         match name {
@@ -166,8 +166,8 @@ impl Facts {
     }
 
     /// Forgets a size of the vocabulary that an embedding of `rows` rows does not confirm.
-    /// Megatron-LM looks at the argument only where its tokenizer knows no size, so it may be
-    /// anything; its padding, which is among its arguments, tells.
+    /// Megatron-LM reads the argument only where its tokenizer has no size, so it may be
+    /// anything; its padding, which is among its arguments, does.
     pub(crate) fn doubt_vocabulary(&mut self, rows: u64) -> Result<(), MappingError> {
         let (Some(tokens), Some(divisor)) =
             (self.vocab_size()?, self.get_u64("make_vocab_size_divisible_by")?)

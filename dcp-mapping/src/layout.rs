@@ -124,7 +124,7 @@ impl Op {
         division.layout(&like, transpose)
     }
 
-    /// `shape` is that of the Megatron tensor, or of the first part when `shapes` are given.
+    /// `shape` is that of the Megatron tensor, or of the first part with several `shapes`.
     fn divide(
         &self,
         shape: &[u64],

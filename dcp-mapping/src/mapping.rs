@@ -38,7 +38,7 @@ pub(crate) struct Family {
     pub(crate) megatron_prefixes: Vec<String>,
 }
 
-/// What tells a Megatron checkpoint of the family.
+/// What identifies a Megatron checkpoint of the family.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Recognize {
     pub(crate) has: Vec<Template>,
@@ -59,7 +59,7 @@ pub(crate) struct Drop {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ConfigRules {
     pub(crate) constants: Map<String, Value>,
-    /// Fields that are written when no argument tells them.
+    /// Fields that are written when no argument has them.
     pub(crate) defaults: Map<String, Value>,
     /// Fields of `config.json` and Megatron's arguments; `!` in front of one negates it.
     pub(crate) fields: IndexMap<String, String>,
@@ -69,7 +69,7 @@ pub(crate) struct ConfigRules {
     pub(crate) absent: Map<String, Value>,
     /// What Megatron's arguments are for every model of the family.
     pub(crate) args: Map<String, Value>,
-    /// The same, of arguments that change nothing, or nothing that the tensors do not tell.
+    /// The same, of arguments that change nothing, or nothing beyond the tensors.
     pub(crate) usual: Map<String, Value>,
     pub(crate) rope: Option<String>,
     pub(crate) moe_layers: Option<String>,

@@ -94,8 +94,8 @@ impl StorageReader for Rekeyed {
         sink: Arc<dyn DataSink>,
     ) -> Result<ReadReport, CheckpointError> {
         let mut inner = LoadPlan::default();
-        // For every item of the inner plan, those that were asked for.
-        let mut asked: Vec<Vec<ReadItem>> = Vec::new();
+        // For every item of the inner plan, those that were requested.
+        let mut requested: Vec<Vec<ReadItem>> = Vec::new();
         let mut objects: HashMap<usize, usize> = HashMap::new();
         for item in &plan.items {
             let from = match self.origins.get(item.entry as usize) {
@@ -108,23 +108,23 @@ impl StorageReader for Rekeyed {
             };
             // An object that is wanted under many names is read once.
             let known = objects.get(&from).filter(|_| item.kind == ReadKind::Object);
-            if let Some(items) = known.and_then(|at| asked.get_mut(*at)) {
+            if let Some(items) = known.and_then(|at| requested.get_mut(*at)) {
                 items.push(item.clone());
                 continue;
             }
             let too_many = |_| unknown(&item.entry.to_string());
-            let leaf = u32::try_from(asked.len()).map_err(too_many)?;
+            let leaf = u32::try_from(requested.len()).map_err(too_many)?;
             let entry = u32::try_from(from).map_err(too_many)?;
             if item.kind == ReadKind::Object {
-                objects.insert(from, asked.len());
+                objects.insert(from, requested.len());
             }
             inner.items.push(ReadItem { entry, leaf, kind: item.kind.clone() });
-            asked.push(vec![item.clone()]);
+            requested.push(vec![item.clone()]);
         }
         if inner.items.is_empty() {
             return Ok(ReadReport::default());
         }
-        let sink = Arc::new(Forwarded { sink, asked });
+        let sink = Arc::new(Forwarded { sink, requested });
         self.inner.read(&self.inner_metadata, &inner, sink).await
     }
 }
@@ -134,23 +134,23 @@ fn unknown(fqn: &str) -> CheckpointError {
     PlanError::Unsupported { fqn: fqn.to_owned(), problem }.into()
 }
 
-/// Gives a sink the items that it asked for; those of the inner plan are numbered by their leaf.
+/// Gives a sink the items that it requested; those of the inner plan are numbered by their leaf.
 #[derive(Debug)]
 struct Forwarded {
     sink: Arc<dyn DataSink>,
-    asked: Vec<Vec<ReadItem>>,
+    requested: Vec<Vec<ReadItem>>,
 }
 
 impl Forwarded {
     fn items(&self, item: &ReadItem) -> &[ReadItem] {
-        self.asked.get(item.leaf as usize).map_or(&[], Vec::as_slice)
+        self.requested.get(item.leaf as usize).map_or(&[], Vec::as_slice)
     }
 
     /// The requested elements, in the region that the reader names: it may read in parts.
     fn tensor_item(&self, item: &ReadItem) -> Result<ReadItem, CheckpointError> {
-        let asked = self.items(item).first();
-        let asked = asked.ok_or_else(|| unknown(&item.entry.to_string()))?;
-        Ok(ReadItem { entry: asked.entry, leaf: asked.leaf, kind: item.kind.clone() })
+        let requested = self.items(item).first();
+        let requested = requested.ok_or_else(|| unknown(&item.entry.to_string()))?;
+        Ok(ReadItem { entry: requested.entry, leaf: requested.leaf, kind: item.kind.clone() })
     }
 }
 
@@ -164,8 +164,8 @@ impl DataSink for Forwarded {
     }
 
     fn object(&self, item: &ReadItem, value: Value) -> Result<(), CheckpointError> {
-        for asked in self.items(item) {
-            self.sink.object(asked, value.clone())?;
+        for requested in self.items(item) {
+            self.sink.object(requested, value.clone())?;
         }
         Ok(())
     }

@@ -14,7 +14,7 @@ use crate::state::{flatten_optim, whole};
 /// How a checkpoint is saved.
 #[derive(Clone, Copy, Debug)]
 pub struct OlmoSaveOptions {
-    /// Whether a checkpoint that is there is replaced. It stays loadable until the new one is
+    /// Whether an existing checkpoint is replaced. It stays loadable until the new one is
     /// complete, and is removed then; OLMo-core (3.0) clears the folder first.
     pub(crate) save_overwrite: bool,
     /// Whether a nested optimizer state is saved by parameter, as OLMo-core's trainer does.
@@ -39,7 +39,7 @@ impl Default for OlmoSaveOptions {
 }
 
 impl OlmoSaveOptions {
-    /// The same, replacing a checkpoint that is there or not.
+    /// The same, replacing an existing checkpoint or not.
     #[must_use]
     pub fn save_overwrite(mut self, overwrite: bool) -> Self {
         self.save_overwrite = overwrite;

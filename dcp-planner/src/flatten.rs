@@ -252,7 +252,7 @@ fn is_not_terminal(value: &Value, rule: FlattenRule) -> Option<bool> {
     Some(false)
 }
 
-/// What the test of [`is_not_terminal`] looks into.
+/// The values that the test of [`is_not_terminal`] walks.
 fn inside(value: &Value, rule: FlattenRule) -> Option<Box<dyn Iterator<Item = &Value> + '_>> {
     match value {
         Value::List(items) => Some(Box::new(items.iter())),

@@ -6,8 +6,8 @@
 //! A save: [`flatten()`] the state dict, describe it with [`index_of`], let a
 //! [`DefaultSavePlanner`] make each rank's plan and the coordinator's global one. A load: either
 //! the caller's state dict, flattened by the rule that [`choose_rule`] finds, or a [`Template`] of
-//! what is stored; then a [`DefaultLoadPlanner`]. What several ranks could do is given to one of
-//! them by [`Holdings::share_out`].
+//! what is stored; then a [`DefaultLoadPlanner`]. [`Holdings::share_out`] assigns work that several
+//! ranks could do to one of them.
 
 mod cache;
 mod filter;

@@ -20,8 +20,8 @@ const MAX_EXPANSION: u64 = 1 << 16;
 /// Flat state with zeroed memory for what a checkpoint holds, as PyTorch's
 /// `_EmptyStateDictLoadPlanner` allocates it.
 ///
-/// It stays flat while it is loaded. PyTorch flattens the nested state dict again, and then asks
-/// for the gaps in lists that held empty dicts, which are not stored (2.15).
+/// It stays flat while it is loaded. PyTorch flattens the nested state dict again, and then requests
+/// the gaps in lists that held empty dicts, which are not stored (2.15).
 #[derive(Clone, Debug, Default)]
 pub struct Template {
     leaves: Vec<TemplateLeaf>,
@@ -32,7 +32,7 @@ pub struct Template {
 pub struct TemplateLeaf {
     /// The flat name.
     pub fqn: Arc<str>,
-    /// The nested place, where the checkpoint knows it.
+    /// The nested place, if the checkpoint has it.
     pub path: Option<StatePath>,
     /// A tensor of zeros, or `None` in the place of an object.
     pub value: Value,

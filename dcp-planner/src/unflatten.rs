@@ -14,7 +14,7 @@ const MAX_PADDING: u64 = 65_536;
 ///
 /// Containers are made on the way, dicts for text and lists for numbers, and lists are filled up
 /// with `None`. What flattening lost stays lost: empty dicts, and the types of keys and
-/// containers. A leaf without a nested place is given a path of one step, its flat name.
+/// containers. A leaf without a nested place gets a path of one step, its flat name.
 ///
 /// # Errors
 ///

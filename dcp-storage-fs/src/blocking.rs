@@ -1,4 +1,4 @@
-//! Handing file work to the runtime's blocking threads.
+//! Runs file work on the runtime's blocking threads.
 
 use dcp_core::error::StorageOp;
 use dcp_core::{Key, StorageError, StorageErrorKind};
@@ -7,7 +7,7 @@ use tokio::task::JoinError;
 
 /// Runs `work` on a blocking thread of the current runtime, or here where there is none.
 ///
-/// The future may be dropped; work that has begun goes on, with everything it owns.
+/// The future may be dropped; work that has begun continues, with everything it owns.
 pub(crate) async fn blocking<T, F>(
     op: StorageOp,
     key: Option<&Key>,
@@ -26,9 +26,9 @@ where
     }
 }
 
-/// The error of work that panicked, or that the runtime did not begin before it shut down.
+/// The error of work that panicked, or that the runtime dropped at its shutdown.
 pub(crate) fn lost(op: StorageOp, key: Option<&Key>, error: JoinError) -> StorageError {
     StorageError::new(StorageErrorKind::Other, op, key.cloned())
-        .with_message("the thread at work on it did not finish")
+        .with_message("the thread that did the work panicked or was shut down")
         .with_source(error)
 }

@@ -1,4 +1,4 @@
-//! How a storage is opened.
+//! Opens a storage: its options.
 
 use std::fs::{self, File};
 use std::io;
@@ -31,7 +31,7 @@ impl FsStorage {
     ///
     /// # Errors
     ///
-    /// When the root is not there, is no folder, or may not be read.
+    /// When the root does not exist, is no folder, or cannot be read.
     pub fn open(root: impl Into<PathBuf>) -> Result<Self, StorageError> {
         Self::builder(root).open()
     }
@@ -63,8 +63,8 @@ impl FsStorageBuilder {
         self
     }
 
-    /// Whether to make the root folder, and those above it, if it is not there; then its name is
-    /// durable once it is open, unless [`sync`](Self::sync) is off. By default its absence is an
+    /// Whether to create the root folder, and those above it, if it does not exist. Its name is
+    /// durable after `open`, unless [`sync`](Self::sync) is off. By default a missing root is an
     /// error.
     pub fn create(mut self, create: bool) -> Self {
         self.create = create;
@@ -72,19 +72,19 @@ impl FsStorageBuilder {
     }
 
     /// Whether a symbolic link below the root may lead out of it, as in the cache of the Hugging
-    /// Face hub. By default it may not, and a key that needs it is refused as
+    /// Face hub. By default it may not, and a key through such a link fails with
     /// [`Link`](dcp_core::StorageErrorKind::Link). Only allow it in folders that you trust.
     ///
-    /// Then a link to a folder, too, is looked through by listings: one on the way to each object,
-    /// so that links that lead in a circle come to an end.
+    /// Listings then follow links to folders: at most one on the path of each object, so that
+    /// circles of links end.
     pub fn follow_links(mut self, follow: bool) -> Self {
         self.links = if follow { Links::Anywhere } else { Links::Below };
         self
     }
 
     /// Lets symbolic links below the root lead to what is below `folder`, which the root is in,
-    /// and no further. So the snapshots in the cache of the Hugging Face hub can be read, whose
-    /// files are links to blobs of the same repository.
+    /// and no further. This reads snapshots in the cache of the Hugging Face hub, whose files are
+    /// links to blobs of the same repository.
     pub fn links_within(mut self, folder: impl Into<PathBuf>) -> Self {
         self.links = Links::Within(folder.into());
         self
@@ -92,7 +92,7 @@ impl FsStorageBuilder {
 
     /// Whether to remove, on opening, temporary files in the root folder that killed writers of
     /// this machine left behind, and those of other machines that are a day old. By default they
-    /// stay, as they do where they cannot be removed; they are never listed.
+    /// stay, as do files that cannot be removed. They are never listed.
     pub fn clean(mut self, clean: bool) -> Self {
         self.clean = clean;
         self
@@ -102,7 +102,7 @@ impl FsStorageBuilder {
     ///
     /// # Errors
     ///
-    /// When the root is not there, is no folder, or may not be read.
+    /// When the root does not exist, is no folder, or cannot be read.
     pub fn open(self) -> Result<FsStorage, StorageError> {
         let failed = |error| {
             StorageError::from_io(StorageOp::Open, None, error)
@@ -125,8 +125,8 @@ impl FsStorageBuilder {
     }
 }
 
-/// Makes a folder and those above it; with `sync`, durably, also where another rank made it, which
-/// may have died before it came to that.
+/// Creates a folder and those above it. With `sync`, their names are durable, also those that another
+/// rank created: it may have died before its sync.
 fn create_folders(path: &Path, sync: bool) -> io::Result<()> {
     let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
     let was_there = path.is_dir();
@@ -134,7 +134,7 @@ fn create_folders(path: &Path, sync: bool) -> io::Result<()> {
         create_folders(path.parent().unwrap_or(Path::new("")), sync)?;
         match fs::create_dir(path) {
             Err(error) if !path.is_dir() => return Err(error),
-            // Another rank may make the same folder at the same time.
+            // Another rank may create the same folder at the same time.
             _ => {}
         }
     }
@@ -143,13 +143,13 @@ fn create_folders(path: &Path, sync: bool) -> io::Result<()> {
     }
     // Not the path's parent: the path may be a link to a folder elsewhere.
     match File::open(path.join("..")).and_then(|above| folder::sync(&above.into())) {
-        // Then no rank of this user made the folder, and it was there before.
+        // No rank of this user created the folder: it existed before.
         Err(error) if was_there && is_foreign(&error) => Ok(()),
         outcome => outcome,
     }
 }
 
-/// Whether the folder above belongs to somebody else, or to a file system that does not change.
+/// Whether the folder above belongs to another user, or to a file system that does not change.
 fn is_foreign(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem)
 }

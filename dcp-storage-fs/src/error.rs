@@ -1,4 +1,4 @@
-//! What an error of the file system means for an object.
+//! Classifies errors of the file system.
 
 use std::io;
 
@@ -25,7 +25,7 @@ pub(crate) fn classify(op: StorageOp, key: Option<&Key>, error: io::Error) -> St
             of(StorageErrorKind::Link, why).with_source(error)
         }
         Some(Errno::NOTDIR) => {
-            let why = "something that is no folder is in the way";
+            let why = "a parent of its path is not a folder";
             of(StorageErrorKind::Invalid, why).with_source(error)
         }
         Some(Errno::ISDIR | Errno::NOTEMPTY) => is_folder(op, key).with_source(error),
@@ -36,10 +36,10 @@ pub(crate) fn classify(op: StorageOp, key: Option<&Key>, error: io::Error) -> St
 /// The error of writing an object where a folder is.
 pub(crate) fn is_folder(op: StorageOp, key: Option<&Key>) -> StorageError {
     StorageError::new(StorageErrorKind::Invalid, op, key.cloned())
-        .with_message("there is a folder of that name")
+        .with_message("a folder has this name")
 }
 
-/// Whether the error says that the file, or a folder on the way to it, is not there.
+/// Whether the error says that the file, or a folder on the way to it, does not exist.
 pub(crate) fn is_absence(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::NOENT | Errno::NOTDIR))
 }

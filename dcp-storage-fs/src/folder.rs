@@ -1,4 +1,4 @@
-//! The folder in which an object's file is, and making it durable.
+//! The folder of an object's file: created, and its names made durable.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -8,7 +8,7 @@ use rustix::io::Errno;
 
 use crate::root::{FOLDER, Root, split};
 
-/// Opens the folder at `path`, and makes it and those above it where they are missing.
+/// Opens the folder at `path`; creates it and those above it if they are missing.
 pub(crate) fn open_or_create(root: &Root, path: &str) -> io::Result<OwnedFd> {
     match root.open_below(path, FOLDER) {
         Err(error) if Errno::from_io_error(&error) == Some(Errno::NOENT) => {}
@@ -21,7 +21,7 @@ pub(crate) fn open_or_create(root: &Root, path: &str) -> io::Result<OwnedFd> {
     #[cfg(test)]
     crate::kills::step();
     match mkdirat(&parent, name, Mode::from_raw_mode(0o777)) {
-        // Another writer may make the same folder at the same time.
+        // Another writer may create the same folder at the same time.
         Ok(()) | Err(Errno::EXIST) => root.open_below(path, FOLDER),
         Err(error) => Err(error.into()),
     }
@@ -29,9 +29,9 @@ pub(crate) fn open_or_create(root: &Root, path: &str) -> io::Result<OwnedFd> {
 
 /// Makes the names of the folder at `path` and of those above it durable.
 ///
-/// Every write does so, whoever made the folders and however often it wrote there: who made one may
-/// have died before it came to it, and nothing tells a folder that was made anew from the old one,
-/// not even its inode. A folder in which nothing has changed costs hardly anything to sync.
+/// Every write does so, even into folders of earlier writes: the creator of a folder may have died
+/// before its sync, and a recreated folder can have the inode of the old one. Syncing an unchanged
+/// folder costs little.
 pub(crate) fn settle(root: &Root, path: &str) -> io::Result<()> {
     let mut path = path;
     while let Some((above, _)) = split(path) {
@@ -41,7 +41,7 @@ pub(crate) fn settle(root: &Root, path: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes what was created, renamed or removed in the folder durable.
+/// Makes creations, renames and removals in the folder durable.
 pub(crate) fn sync(folder: &OwnedFd) -> io::Result<()> {
     #[cfg(test)]
     tests::note(folder)?;
@@ -59,8 +59,8 @@ pub(crate) fn holds_folder(folder: &OwnedFd, name: &str) -> bool {
         .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Directory)
 }
 
-/// Fails where `name` is, or is a link to, anything but a regular file or a folder: a device, a
-/// pipe or a socket is never replaced by an object.
+/// Fails if `name` is, or links to, anything but a regular file or a folder: an object never
+/// replaces a device, a pipe or a socket.
 pub(crate) fn refuse_special(folder: &OwnedFd, name: &str) -> io::Result<()> {
     let Ok(stat) = statat(folder, name, AtFlags::empty()) else { return Ok(()) };
     let what = match FileType::from_raw_mode(stat.st_mode) {
@@ -69,7 +69,7 @@ pub(crate) fn refuse_special(folder: &OwnedFd, name: &str) -> io::Result<()> {
         FileType::CharacterDevice | FileType::BlockDevice => "a device",
         _ => return Ok(()),
     };
-    let problem = format!("there is {what} of that name, and only regular files are replaced");
+    let problem = format!("{what} has this name, and only regular files are replaced");
     Err(io::Error::new(io::ErrorKind::InvalidInput, problem))
 }
 
@@ -94,7 +94,7 @@ pub(crate) mod tests {
         static FAILS_AFTER: Cell<Option<u32>> = const { Cell::new(None) };
     }
 
-    /// Remembers that this thread synced a folder, which leaves no trace that could be seen.
+    /// Records that this thread synced a folder, which has no visible effect.
     pub(super) fn note(folder: &OwnedFd) -> io::Result<()> {
         let inode = fstat(folder).unwrap().st_ino;
         SYNCED.with_borrow_mut(|synced| synced.push(inode));

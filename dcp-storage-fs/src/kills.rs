@@ -1,4 +1,4 @@
-//! What is visible after a writer was killed at any of its steps: whole objects, and nothing else.
+//! A writer that is killed at any step leaves whole objects, and nothing else visible.
 //!
 //! The test program runs itself again, as a child that writes and kills itself before its n-th
 //! change of the file system, for each n until a child comes through.
@@ -29,7 +29,7 @@ pub(crate) fn step() {
     }
 }
 
-/// An object that can be told whole from its bytes alone: its seed, its length, and a pattern.
+/// An object whose bytes show whether it is whole: its seed, its length, and a pattern.
 fn object(seed: u64, pieces: usize) -> Payload {
     let len = 1000 + seed * 7919;
     let body = (0..len).map(|i| (i ^ (seed * 31)) as u8).collect::<Vec<_>>();
@@ -43,7 +43,7 @@ fn is_whole(bytes: &Bytes) -> bool {
     seed.is_some_and(|seed| seed < 1000 && object(seed, 1).to_bytes() == bytes)
 }
 
-/// Without a runtime the storage works on this thread, so nothing has to be waited for.
+/// Without a runtime the storage works on this thread, so its futures are ready at once.
 fn now<T>(work: impl Future<Output = T>) -> T {
     work.now_or_never().unwrap()
 }
@@ -113,7 +113,7 @@ fn after_a_death_at_any_step_every_visible_object_is_whole() {
             assert_eq!(names, ["deep/er/put", "deep/uploaded", "many", "older"]);
             break;
         }
-        // One object after the other becomes visible, and none goes but the one that is deleted.
+        // One object after the other becomes visible, and none disappears but the deleted one.
         if seen.last() != Some(&names) {
             seen.push(names);
         }

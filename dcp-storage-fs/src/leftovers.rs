@@ -1,4 +1,4 @@
-//! Removing what killed writers left behind.
+//! Removes the temporary files of killed writers.
 
 use std::io;
 use std::time::{Duration, SystemTime};
@@ -16,8 +16,8 @@ use crate::walk::look_into;
 const DISTANT_AGE: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Removes temporary files that are older than `min_age` and whose writer is not known to run, in
-/// the folder at `path` and those below it, and returns their number. Of a writer on another machine
-/// it is not known whether it runs.
+/// the folder at `path` and those below it, and returns their number. Whether a writer on another
+/// machine runs is unknown.
 pub(crate) fn clean(root: &Root, path: &str, min_age: Duration, sync: bool) -> io::Result<u64> {
     let is_dead = |owner: Owner, age: Option<Duration>| age >= Some(min_age) && !owner.is_alive();
     let mut removed = 0;
@@ -30,8 +30,8 @@ pub(crate) fn clean(root: &Root, path: &str, min_age: Duration, sync: bool) -> i
     Ok(removed)
 }
 
-/// The same for the root folder alone: what dead processes of this machine left, and what has
-/// been lying there for a day.
+/// The same for the root folder alone: files of dead processes of this machine, and files that are
+/// a day old.
 pub(crate) fn clean_root(root: &Root, sync: bool) -> io::Result<u64> {
     let is_dead = |owner: Owner, age: Option<Duration>| {
         !owner.is_alive() && (owner.is_here() || age >= Some(DISTANT_AGE))
@@ -50,7 +50,7 @@ fn clean_folder(
     let now = SystemTime::now();
     let mut removed = 0;
     for temp in &found.temps {
-        // A time in the future is that of another machine's clock: it is young.
+        // A time in the future comes from another machine's clock: the file is new.
         let age = temp.modified.and_then(|modified| now.duration_since(modified).ok());
         if !Owner::of_temp(&temp.name).is_some_and(|owner| is_dead(owner, age)) {
             continue;

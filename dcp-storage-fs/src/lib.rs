@@ -7,20 +7,19 @@
 //!   the object's name when it is complete. A process may be killed at any moment: what is
 //!   visible is whole.
 //! - **One creator.** Creating is decided by the file system (`renameat2` with
-//!   `RENAME_NOREPLACE`, or a hard link where that is missing, as on NFS), never by looking first.
+//!   `RENAME_NOREPLACE`, or a hard link where that is missing, as on NFS), never by an earlier check.
 //! - **Durable.** When a write returns, the file, its folder, and the folders above up to the root
-//!   are synced, unless [`FsStorageBuilder::sync`] turned that off.
-//! - **One holder.** An object that is claimed is locked (`flock`) until its holder replaces it,
-//!   gives it up or dies. On NFS the server keeps the lock, and gives it to the next one when it
-//!   has not heard of a client for its lease time; some file systems, such as Lustre mounted
-//!   without `flock`, have no locks, which is logged.
+//!   are synced, unless [`FsStorageBuilder::sync`] is off.
+//! - **One holder.** A claimed object is locked (`flock`) until its holder replaces it, releases it or
+//!   dies. An NFS server passes the lock of a client that was silent for its lease time to the next
+//!   one. On file systems without locks, such as Lustre mounted without `flock`, a warning is logged.
 //! - **Inside the root.** No key leads out of the root, whatever symbolic links there are; see
 //!   [`FsStorageBuilder::follow_links`].
 //!
 //! - **One version.** The version of an object is the inode, length and time of the last write of its
-//!   file, the same on all machines that mount it. A read compares it before and after on the open file. It detects a file that was
-//!   replaced, and one that was written in place when the file system's clock advanced meanwhile,
-//!   by 4 ms on most systems.
+//!   file, the same on all machines that mount it. A read compares the version of the open file
+//!   before and after. It detects a replaced file, and a file that was written in place if the file
+//!   system's clock advanced meanwhile (by 4 ms on most systems).
 //!
 //! Reads go from the file straight into the lent memory by `preadv`, writes from the gather list by
 //! `writev`, and the parts of an upload concurrently by `pwritev`, on the blocking threads of the

@@ -1,8 +1,8 @@
 //! Claims by lock files.
 //!
-//! A claim of `folder/name` is a lock (`flock`) on `folder/.dcp-lock.name`, which the kernel gives
-//! up with the last descriptor, so with the process at the latest. The file goes with the claim. One
-//! that a killed process left behind is not locked, and the next claim takes it over.
+//! A claim of `folder/name` is a lock (`flock`) on `folder/.dcp-lock.name`, which the kernel
+//! releases with the last descriptor, so at the latest with the process. The file is deleted with the
+//! claim. The file of a killed process is not locked, and the next claim takes it over.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
@@ -24,21 +24,21 @@ use crate::owner::{Owner, lock_name};
 use crate::shared::{Shared, parts};
 use crate::write::write_payload;
 
-/// How often a lock file is opened anew because its holder just removed it, or is dead.
+/// How often a lock file is reopened because its holder just removed it, or is dead.
 const TRIES: u32 = 100;
-/// More than a record of a holder has.
+/// The maximum bytes of the record of a holder.
 const RECORD_MAX: u64 = 4096;
 
-/// A lock that is held.
+/// A held lock.
 #[derive(Debug)]
 struct Lock {
     folder: OwnedFd,
     name: String,
-    /// `None` where the file system has no locks.
+    /// `None` if the file system has no locks.
     file: Option<File>,
 }
 
-/// Why there is no lock.
+/// The reason for a missing lock.
 enum Refusal {
     Held { by: String },
     Io(io::Error),
@@ -93,7 +93,7 @@ impl Lock {
         Err(Refusal::Held { by: "others, one after the other".into() })
     }
 
-    /// Whether the file that is locked still is the one that others lock.
+    /// Whether the locked file still has its name, so that others lock the same one.
     fn is_held(&self) -> bool {
         self.file.as_ref().is_none_or(|file| is_at(&self.folder, &self.name, file))
     }
@@ -116,7 +116,7 @@ fn open(folder: &OwnedFd, name: &str) -> io::Result<File> {
     let guarded = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let mode = Mode::from_raw_mode(0o666);
     match openat(folder, name, OFlags::RDWR | OFlags::CREATE | guarded, mode) {
-        // Another user's file: a lock needs no right to write, but on NFS.
+        // Another user's file: except on NFS, a lock needs no write permission.
         Err(Errno::ACCESS) => {
             Ok(openat(folder, name, OFlags::RDONLY | guarded, Mode::empty())?.into())
         }
@@ -141,7 +141,7 @@ fn remove(folder: &OwnedFd, name: &str) -> io::Result<()> {
     }
 }
 
-/// What a lock file says of its holder.
+/// The holder that a lock file names.
 #[derive(Debug, Default)]
 struct Record {
     owner: Option<Owner>,
@@ -252,7 +252,7 @@ mod tests {
         storage.claim(&Key::new(".metadata").unwrap()).now_or_never().unwrap()
     }
 
-    /// What a process that holds the lock leaves when only a descriptor of it survives.
+    /// A lock file whose process is dead, while a descriptor of it survives.
     fn locked_by(root: &Path, record: &str) -> File {
         let file = File::create(root.join(".dcp-lock.metadata")).unwrap();
         flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();

@@ -7,19 +7,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::process::{Pid, test_kill_process};
 
-/// Temporary files begin with this, and go on with place, process, its start, and a number.
+/// The prefix of temporary files; place, process, its start, and a number follow.
 const PREFIX: &str = ".dcp-tmp.";
 
-/// Lock files begin with this, and go on with the name of what is locked.
+/// The prefix of lock files; the name of the locked file follows.
 const LOCK_PREFIX: &str = ".dcp-lock.";
 
 /// The identity of a writing process among all that use the file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
-    /// Where its process id counts: a machine, since it was booted, and a container on it.
+    /// The scope of its process id: a boot of a machine, and a container on it.
     place: u64,
     pid: u32,
-    /// When it began, in ticks since boot, because process ids are used again; 0 where unknown.
+    /// Its start in ticks since boot, because process ids are reused; 0 if unknown.
     started: u64,
 }
 
@@ -27,7 +27,7 @@ impl Owner {
     /// This process.
     pub(crate) fn current() -> Self {
         let pid = std::process::id();
-        // Not remembered: a forked child is another process.
+        // Not cached: a forked child is another process.
         Self { place: place(), pid, started: started(pid).unwrap_or(0) }
     }
 
@@ -37,7 +37,7 @@ impl Owner {
         format!("{PREFIX}{self}.{}", NUMBER.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Who writes, or wrote, the temporary file of that name; `None` for any other name.
+    /// The writer of the temporary file `name`; `None` for any other name.
     pub(crate) fn of_temp(name: &str) -> Option<Self> {
         let mut fields = name.strip_prefix(PREFIX)?.split('.');
         let owner = Self::of_fields(&mut fields)?;
@@ -64,7 +64,7 @@ impl Owner {
         })
     }
 
-    /// The number of the process.
+    /// The process id.
     pub(crate) fn pid(self) -> u32 {
         self.pid
     }
@@ -74,12 +74,12 @@ impl Owner {
         Self { pid, ..self }
     }
 
-    /// Whether it runs, or ran, where this process does, so that its end can be noticed.
+    /// Whether it has the scope of this process, so that its end can be detected.
     pub(crate) fn is_here(self) -> bool {
         self.place == place()
     }
 
-    /// Whether it surely still runs. Of another machine nothing is known.
+    /// Whether it certainly still runs; false for a process of another machine.
     pub(crate) fn is_alive(self) -> bool {
         if !self.is_here() {
             return false;
@@ -105,22 +105,22 @@ fn is_decimal(text: &str) -> bool {
     text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// The name of the file that is locked for an object of that name in the same folder.
+/// The name of the lock file of an object in the same folder.
 pub(crate) fn lock_name(object: &str) -> String {
     format!("{LOCK_PREFIX}{}", object.trim_start_matches('.'))
 }
 
-/// Whether files of that name are the storage's own, and no objects.
+/// Whether the name is one of the storage's own files, not of an object.
 pub(crate) fn is_reserved(name: &str) -> bool {
     is_temp(name) || name.starts_with(LOCK_PREFIX)
 }
 
-/// Whether that is the name of a temporary file.
+/// Whether the name is one of a temporary file.
 pub(crate) fn is_temp(name: &str) -> bool {
     Owner::of_temp(name).is_some()
 }
 
-/// A fingerprint of what makes process ids unique: host name, boot, and pid namespace.
+/// A fingerprint of the scope of process ids: host name, boot, and pid namespace.
 fn place() -> u64 {
     static PLACE: OnceLock<u64> = OnceLock::new();
     *PLACE.get_or_init(|| {
@@ -135,8 +135,8 @@ fn place() -> u64 {
     })
 }
 
-/// When a process began, in ticks since boot; `None` if it does not run, or the system does not
-/// say.
+/// The start of a process in ticks since boot; `None` if it does not run, or the system does not
+/// report it.
 fn started(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field is the program's name in parentheses and may hold anything; the start is

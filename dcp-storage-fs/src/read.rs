@@ -1,4 +1,4 @@
-//! Reading ranges of a file straight into lent memory.
+//! Reads ranges of a file straight into lent memory.
 
 use std::fs::{File, Metadata};
 use std::io::{self, IoSliceMut};
@@ -15,15 +15,15 @@ use crate::error::{is_absence, on_key};
 use crate::root::{READ, Root};
 use crate::version::{is_unchanged, object, version_of};
 
-/// Fewer bytes than this are not worth another thread.
+/// The minimum bytes for another thread.
 const PER_THREAD: u64 = 8 << 20;
-/// The most vectors that Linux takes in one call (`IOV_MAX`).
+/// The maximum vectors of one call on Linux (`IOV_MAX`).
 const VECTORS_MAX: usize = 1024;
 
-/// Times that a whole file is read which is written in place meanwhile.
+/// The maximum reads of a whole file that is written in place meanwhile.
 const TRIES: u32 = 3;
 
-/// A file that is open, and the version that it had then.
+/// An open file, and its version at that time.
 #[derive(Debug)]
 struct Opened {
     file: File,
@@ -86,7 +86,7 @@ pub(crate) async fn read(
     Ok(ReadOutcome::new(buffers).with_version(Some(opened.version.clone())))
 }
 
-/// Reads a whole file, anew if it is written in place meanwhile, as Megatron-LM writes its tracker.
+/// Reads a whole file, again if it is written in place meanwhile, as Megatron-LM writes its tracker.
 pub(crate) fn read_whole(
     root: &Root,
     key: &Key,
@@ -105,7 +105,7 @@ pub(crate) fn read_whole(
         let buffer = usize::try_from(byte_len).ok().and_then(Buffer::try_zeroed);
         let buffer = buffer.ok_or_else(|| {
             StorageError::new(StorageErrorKind::Other, StorageOp::Read, Some(key.clone()))
-                .with_message(format!("there is no memory for {byte_len} bytes"))
+                .with_message(format!("cannot allocate {byte_len} bytes"))
         })?;
         let filled = fill(&opened.file, key, vec![ReadInto { byte_offset: 0, buffer }]);
         let read = filled.and_then(|filled| opened.check(key).map(|()| filled));
@@ -141,7 +141,7 @@ fn groups(reads: Vec<ReadInto>, target: u64) -> Vec<Vec<ReadInto>> {
     groups
 }
 
-/// Opens the object, and sees that it holds all ranges.
+/// Opens the object, and checks that it holds all ranges.
 fn open(
     root: &Root,
     key: &Key,
@@ -158,7 +158,7 @@ fn open(
     };
     let meta = file.metadata().map_err(on_key(StorageOp::Read, key))?;
     if !meta.is_file() {
-        return Err(failed(StorageErrorKind::NotFound).with_message("it is no regular file"));
+        return Err(failed(StorageErrorKind::NotFound).with_message("it is not a regular file"));
     }
     let version = version_of(&meta);
     if if_version.is_some_and(|required| *required != version) {
@@ -195,7 +195,7 @@ fn fill(file: &File, key: &Key, mut reads: Vec<ReadInto>) -> Result<Vec<Buffer>,
     Ok(reads.into_iter().map(|read| read.buffer).collect())
 }
 
-/// Fills `vectors` with what begins at `byte_offset`; an error comes with where it was met.
+/// Fills `vectors` with what begins at `byte_offset`; an error comes with its offset.
 fn read_vectors(
     file: &File,
     mut vectors: &mut [IoSliceMut<'_>],
@@ -218,11 +218,7 @@ fn read_vectors(
 fn shrunk_or(error: io::Error, key: &Key, byte_offset: u64) -> StorageError {
     let cut = error.kind() == io::ErrorKind::UnexpectedEof;
     let error = on_key(StorageOp::Read, key)(error);
-    if cut {
-        error.with_message(format!("it was cut short behind byte {byte_offset}"))
-    } else {
-        error
-    }
+    if cut { error.with_message(format!("the file ends at byte {byte_offset}")) } else { error }
 }
 
 #[cfg(test)]

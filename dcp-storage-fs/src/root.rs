@@ -1,4 +1,4 @@
-//! Opening paths below the root, and nowhere else.
+//! Opens paths below the root, and nowhere else.
 
 use std::borrow::Cow;
 use std::io;
@@ -7,36 +7,36 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags, openat};
 
-/// How a file is opened that is only looked at: without any right on its bytes where the system
-/// knows such a thing, and else so that a pipe without a writer does not block.
+/// Flags to open a file for its metadata: without access to its bytes where the system has such a
+/// flag, else so that a pipe without a writer does not block.
 #[cfg(target_os = "linux")]
 pub(crate) const LOOK: OFlags = OFlags::PATH;
 #[cfg(not(target_os = "linux"))]
 pub(crate) const LOOK: OFlags = OFlags::RDONLY.union(OFlags::NONBLOCK).union(OFlags::NOCTTY);
 
-/// How a file is opened that is read. A key may name a pipe, which must not block.
+/// Flags to open a file for reading. A key may name a pipe, which must not block.
 pub(crate) const READ: OFlags = OFlags::RDONLY.union(OFlags::NONBLOCK).union(OFlags::NOCTTY);
 
-/// How a folder is opened: for reading, because only such a descriptor can be synced.
+/// Flags to open a folder: for reading, because only such a descriptor can be synced.
 pub(crate) const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY);
 
 /// Where symbolic links may lead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Links {
-    /// To what is below the root.
+    /// To paths below the root.
     Below,
-    /// To what is below this folder, which the root is in.
+    /// To paths below this folder, which contains the root.
     Within(PathBuf),
     /// Anywhere.
     Anywhere,
 }
 
-/// The root folder: what is opened below it stays where links may lead even if somebody renames
-/// folders or plants symbolic links meanwhile.
+/// The root folder. Opened paths stay within the allowed links, even if another process renames
+/// folders or creates symbolic links meanwhile.
 #[derive(Debug)]
 pub(crate) struct Root {
     path: PathBuf,
-    /// The folder that nothing leads out of, held open.
+    /// The folder that confines all paths, held open.
     fd: OwnedFd,
     /// The path of the root in it, empty where it is the root.
     inner: String,
@@ -50,7 +50,7 @@ impl Root {
                 let (outer, path) = (outer.canonicalize()?, path.canonicalize()?);
                 let inner = path.strip_prefix(&outer).ok().and_then(Path::to_str);
                 let inner = inner.ok_or_else(|| {
-                    let problem = "it is not in the folder that links may lead to";
+                    let problem = "it is not in the folder of allowed links";
                     io::Error::new(io::ErrorKind::InvalidInput, problem)
                 })?;
                 let inner = inner.to_owned();
@@ -64,7 +64,7 @@ impl Root {
         Ok(root)
     }
 
-    /// Whether links to folders are looked through in listings.
+    /// Whether listings follow links to folders.
     pub(crate) fn follows_links(&self) -> bool {
         self.follow_links
     }
@@ -73,9 +73,9 @@ impl Root {
         &self.path
     }
 
-    /// Opens what is at `path`, relative to the root; the empty path is the root.
+    /// Opens `path`, relative to the root; the empty path is the root.
     ///
-    /// Linux resolves the path itself and refuses with `EXDEV` what leads out (`openat2` with
+    /// Linux resolves the path itself and refuses paths out of it with `EXDEV` (`openat2` with
     /// `RESOLVE_BENEATH`, since 5.6). Elsewhere, and where a sandbox denies that call, the path is
     /// walked step by step and any symbolic link is refused.
     pub(crate) fn open_below(&self, path: &str, flags: OFlags) -> io::Result<OwnedFd> {
@@ -103,7 +103,7 @@ fn open_beneath(root: impl AsFd, path: &str, flags: OFlags) -> Option<io::Result
     use rustix::fs::{ResolveFlags, openat2};
     use rustix::io::Errno;
 
-    /// The kernel gives up on `..` in a link while somebody renames folders.
+    /// The kernel gives up on `..` in a link while another process renames folders.
     const TRIES: u32 = 8;
     let path = if path.is_empty() { "." } else { path };
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
@@ -111,7 +111,7 @@ fn open_beneath(root: impl AsFd, path: &str, flags: OFlags) -> Option<io::Result
         match openat2(&root, path, flags, Mode::empty(), resolve) {
             Ok(fd) => return Some(Ok(fd)),
             Err(Errno::AGAIN | Errno::INTR) => {}
-            // Sandboxes answer EPERM to calls that they do not know.
+            // Sandboxes answer EPERM to unknown calls.
             Err(Errno::NOSYS | Errno::PERM) => return None,
             Err(error) => return Some(Err(error.into())),
         }

@@ -32,12 +32,12 @@ impl Shared {
     pub(crate) fn refuse_reserved(&self, op: StorageOp, key: &Key) -> Result<(), StorageError> {
         if is_reserved(key) {
             return Err(StorageError::new(StorageErrorKind::Invalid, op, Some(key.clone()))
-                .with_message("names of that form are kept for temporary files and locks"));
+                .with_message("such names are reserved for temporary files and locks"));
         }
         Ok(())
     }
 
-    /// A temporary file in the folder of `key`, which is made if it is missing.
+    /// A temporary file in the folder of `key`, which is created if it is missing.
     pub(crate) fn create_temp(&self, op: StorageOp, key: &Key) -> Result<Temp, StorageError> {
         self.refuse_reserved(op, key)?;
         let (path, name) = parts(key);
@@ -81,13 +81,13 @@ impl Shared {
         let look = || File::from(self.root.open_below(key.as_str(), LOOK)?).metadata();
         match look() {
             Ok(meta) if meta.is_file() => Ok(object(key, &meta)),
-            Ok(_) => Err(absent().with_message("it is no regular file")),
+            Ok(_) => Err(absent().with_message("it is not a regular file")),
             Err(error) if is_absence(&error) => Err(absent().with_source(error)),
             Err(error) => Err(on_key(op, key)(error)),
         }
     }
 
-    /// Removes objects, and makes that durable once in each folder. Goes on after an error, and
+    /// Removes objects, and makes that durable once in each folder. Continues after an error, and
     /// returns the first.
     pub(crate) fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
         let mut folders: BTreeMap<&str, Vec<(&Key, &str)>> = BTreeMap::new();

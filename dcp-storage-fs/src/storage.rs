@@ -33,7 +33,7 @@ impl FsStorage {
         Self(Arc::new(shared))
     }
 
-    /// The root folder as it was given.
+    /// The root folder, unresolved.
     #[must_use]
     pub fn root(&self) -> &Path {
         self.0.root.path()
@@ -51,8 +51,8 @@ impl Storage for FsStorage {
         capabilities.versions = true;
         capabilities.durable = self.0.sync;
         capabilities.ranged_reads = true;
-        // A page: what the system reads anyway. More would be read faster from a disk that spins,
-        // but many ranks that each read their columns share one file server.
+        // A page, which the system reads anyway. A larger gap is faster on spinning disks, but many
+        // ranks that read their columns share one file server.
         capabilities.coalesce_gap = 4 << 10;
         capabilities.parallelism = self.0.parallelism;
         capabilities

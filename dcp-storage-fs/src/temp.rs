@@ -1,4 +1,4 @@
-//! A file in the making, and the one step that makes it an object.
+//! Temporary files, and the rename that makes one an object.
 
 use std::fs::{File, Metadata};
 use std::io;
@@ -48,7 +48,7 @@ impl Temp {
     }
 
     /// Gives the file its name in the same folder, in one step; with `sync`, its bytes are durable
-    /// before and its name after. Returns what the file then is.
+    /// before and its name after. Returns the published object.
     pub(crate) fn publish(
         mut self,
         name: &str,
@@ -74,7 +74,7 @@ impl Temp {
         #[cfg(test)]
         crate::kills::step();
         if sync && let Err(error) = folder::sync(&self.folder) {
-            // What a failed creation made goes again. What was replaced cannot come back.
+            // A failed creation is removed. A replaced file cannot be restored.
             if *mode == PutMode::Create
                 && let Err(left) = unlinkat(&self.folder, name, AtFlags::empty())
             {

@@ -17,7 +17,7 @@ use crate::write::write_payload_at;
 
 const OP: StorageOp = StorageOp::Upload;
 
-/// An object in the making. The file goes when the upload does, unless it was completed.
+/// An upload in progress. Dropping it removes the file, unless it was completed.
 #[derive(Debug)]
 pub(crate) struct FsUpload {
     shared: Arc<Shared>,
@@ -29,7 +29,7 @@ pub(crate) struct FsUpload {
     parts: Arc<Parts>,
 }
 
-/// What became of the parts so far.
+/// The state of the parts so far.
 #[derive(Debug, Default)]
 struct Parts(Mutex<State>);
 
@@ -39,7 +39,7 @@ struct State {
     waiting: usize,
     /// Parts that a thread writes.
     running: usize,
-    /// Why the file cannot be completed.
+    /// The error that keeps the file from completion.
     failed: Option<StorageErrorKind>,
     wakers: Vec<Waker>,
 }
@@ -124,7 +124,7 @@ impl Upload for FsUpload {
                 // As a whole: a closure takes fields alone where it can.
                 let mut part = part;
                 let written = write_payload_at(&file, byte_offset, &payload);
-                // The caller gets its memory back before it hears of the end.
+                // The caller gets its memory back before the result.
                 drop(payload);
                 let written = written.map_err(on_key(OP, &for_thread));
                 match &written {
@@ -154,7 +154,7 @@ impl Upload for FsUpload {
         };
         let for_thread = key.clone();
         blocking(OP, Some(&key), move || {
-            // Removing the file is work for that thread as well.
+            // That thread removes the file as well.
             lacking.and_then(|()| shared.publish(OP, &for_thread, temp, &mode))
         })
         .await

@@ -10,7 +10,7 @@ use dcp_core::storage::{ObjectMeta, Version};
 use rustix::fs::Stat;
 
 /// Inode, length and time of the last write. The time of the last change of the inode is not part
-/// of it, because a hard link or another mode makes no other contents. Neither is the device, whose
+/// of it, because a hard link or another mode does not change the contents. Neither is the device, whose
 /// number differs among the machines that mount a file system.
 fn version(inode: u64, byte_len: u64, seconds: i64, nanos: i64) -> Version {
     let mut text = String::with_capacity(64);
@@ -32,7 +32,7 @@ pub(crate) fn version_of_stat(stat: &Stat) -> Version {
     version(inode, u64::try_from(stat.st_size).unwrap_or(0), seconds, nanos)
 }
 
-/// What a storage says of a file.
+/// The description of a file.
 pub(crate) fn object(key: &Key, meta: &Metadata) -> ObjectMeta {
     ObjectMeta::new(key.clone(), meta.len())
         .with_modified(meta.modified().ok())

@@ -1,4 +1,4 @@
-//! Looking through folders.
+//! Lists folders.
 
 use std::fs::File;
 use std::io;
@@ -15,7 +15,7 @@ use crate::owner::{is_reserved, is_temp};
 use crate::root::{FOLDER, LOOK, Root, split};
 use crate::version::{object, version_of_stat};
 
-/// What there is in one folder.
+/// The entries of one folder.
 #[derive(Debug, Default)]
 pub(crate) struct Found {
     pub(crate) objects: Vec<ObjectMeta>,
@@ -33,11 +33,10 @@ pub(crate) struct FoundTemp {
     pub(crate) modified: Option<SystemTime>,
 }
 
-/// Looks into the folder at `path`; `None` if it is not there.
+/// Lists the folder at `path`; `None` if it does not exist.
 ///
-/// What disappears meanwhile is left out, and so is what cannot be an object: names that are no
-/// key, and anything but regular files. A symbolic link to a regular file that may be opened
-/// counts as that file; one to a folder could lead in a circle and is told apart.
+/// Omits files that disappear meanwhile, names that are no keys, and anything but regular files. A symbolic link to a regular file that may be opened
+/// counts as that file; one to a folder could lead in a circle and is skipped.
 pub(crate) fn look_into(root: &Root, path: &str) -> io::Result<Option<(OwnedFd, Found)>> {
     let folder = match root.open_below(path, FOLDER) {
         Ok(folder) => folder,
@@ -84,13 +83,13 @@ pub(crate) fn look_into(root: &Root, path: &str) -> io::Result<Option<(OwnedFd, 
     Ok(Some((folder, found)))
 }
 
-/// What a symbolic link leads to.
+/// The target of a symbolic link.
 enum Linked {
     File(ObjectMeta),
     Folder,
 }
 
-/// The regular file or folder that a symbolic link leads to, if one may go there.
+/// The regular file or folder that a symbolic link leads to, if that is allowed.
 fn linked(root: &Root, path: &str) -> Option<Linked> {
     let key = Key::new(path).ok()?;
     let meta = File::from(root.open_below(path, LOOK).ok()?).metadata().ok()?;

@@ -1,4 +1,4 @@
-//! Writing a gather list to a file.
+//! Writes a gather list to a file.
 
 use std::fs::File;
 use std::io::{self, BufWriter, IoSlice, Write};
@@ -6,14 +6,14 @@ use std::io::{self, BufWriter, IoSlice, Write};
 use dcp_core::Payload;
 use rustix::io::pwritev;
 
-/// How many pieces go into one call; Linux and macOS take up to 1024.
+/// The maximum pieces of one call; Linux and macOS take up to 1024.
 const PIECES: usize = 1024;
 
 /// Pieces shorter than this on average are copied together: a call of a thousand of them would
 /// move little.
 const SHORT: u64 = 4096;
 
-/// The memory in which short pieces are put together.
+/// The memory for short pieces that are copied together.
 const JOINED: usize = 1 << 20;
 
 /// Writes all bytes of `payload`.

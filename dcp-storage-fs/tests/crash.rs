@@ -140,7 +140,7 @@ fn clean_up() {
     assert_eq!(clean(old), 0, "the upload of this process is in progress");
     living.block_on(upload.complete()).unwrap();
     let after = runtime().block_on(storage.list(None).try_collect::<Vec<_>>()).unwrap();
-    assert_eq!(after.len(), objects.len() + 1, "an object was taken for a leftover");
+    assert_eq!(after.len(), objects.len() + 1, "an object was removed as a leftover");
 
     // One of another machine goes by its age alone.
     let distant = folder.path().join(".dcp-tmp.0123456789abcdef.1.1.0");

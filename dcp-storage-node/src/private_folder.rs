@@ -8,7 +8,7 @@ use std::path::Path;
 use dcp_core::error::StorageOp;
 use dcp_core::{StorageError, StorageErrorKind};
 
-/// Creates a folder, if it is missing, that other users cannot look into.
+/// Creates a folder, if it is missing, that other users cannot read.
 pub(crate) fn create(path: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)
 }

@@ -115,7 +115,7 @@ mod tests {
     }
 
     proptest! {
-        /// Every byte that is asked for arrives, by requests within the limit, that begin and end
+        /// Every byte that is requested arrives, by requests within the limit, that begin and end
         /// with such a byte and have no gap beyond the limit.
         #[test]
         fn every_byte_arrives(

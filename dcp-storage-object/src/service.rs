@@ -1,5 +1,5 @@
 //! The connections of a provider, with what `object_store` does not do: a condition on the
-//! completion of an upload, and the pause that a throttling answer asks for.
+//! completion of an upload, and the pause that a throttling answer requests.
 
 #[cfg(any(feature = "s3", feature = "gcs", feature = "azure"))]
 use std::future::Future;
@@ -72,14 +72,14 @@ impl HttpService for Service {
         }
         let answer = self.0.execute(request).await?;
         if let Some(pause) = pause_of(&answer) {
-            tracing::debug!(?pause, "the store asks for a pause");
+            tracing::debug!(?pause, "the store requests a pause");
             tokio::time::sleep(pause).await;
         }
         Ok(answer)
     }
 }
 
-/// The pause that a throttling answer asks for.
+/// The pause that a throttling answer requests.
 fn pause_of(answer: &HttpResponse) -> Option<Duration> {
     let throttled = [StatusCode::TOO_MANY_REQUESTS, StatusCode::SERVICE_UNAVAILABLE];
     if !throttled.contains(&answer.status()) {

@@ -40,7 +40,7 @@ impl Mark {
 }
 
 impl Inner {
-    /// The pieces of a payload, without a copy unless the store keeps what it is given.
+    /// The pieces of a payload, without a copy unless the store keeps them.
     pub(crate) fn pieces(&self, payload: &Payload) -> PutPayload {
         if self.provider.keeps_memory() {
             return payload.pieces().concat().into();

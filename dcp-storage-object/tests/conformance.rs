@@ -2,7 +2,7 @@
 
 #![expect(
     clippy::unwrap_used,
-    reason = "panicking is how the suite is told of a storage that cannot be opened"
+    reason = "panicking reports a storage that cannot be opened to the suite"
 )]
 
 use std::process::ExitCode;

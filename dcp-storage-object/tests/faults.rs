@@ -215,7 +215,7 @@ async fn reads_return_the_right_bytes_or_an_error_that_names_the_range() {
     assert!(failed < 60, "{failed} of 600 reads failed");
 }
 
-/// Of several creators one wins, and knows it, though answers are lost.
+/// Of several creators one wins and gets success, though answers are lost.
 #[tokio::test(start_paused = true)]
 async fn a_creation_whose_answer_was_lost_is_not_refused() {
     for seed in 0..300 {

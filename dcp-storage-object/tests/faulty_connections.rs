@@ -137,7 +137,7 @@ fn lost_answer_of_a_creation(place: &Place) {
     assert_eq!(place.proxy.traffic().faults, 1);
     assert_eq!(block_on(storage.stat(&key("created"))).unwrap().version, version);
 
-    // The object of another is not taken for an own one.
+    // The object of another writer does not pass as its own.
     lose();
     let other = put(&storage, "created", "other", PutMode::Create).unwrap_err();
     assert_eq!(other.kind(), Kind::AlreadyExists);

@@ -109,7 +109,7 @@ fn read(file: &str, tensors: usize) -> Result<Duration> {
     Ok(start.elapsed())
 }
 
-/// Bytes that this process has asked the kernel for so far.
+/// Bytes that this process has requested of the kernel so far.
 fn bytes_read() -> Result<u64> {
     let counters = std::fs::read_to_string("/proc/self/io")?;
     let line = counters.lines().find_map(|line| line.strip_prefix("rchar: "));

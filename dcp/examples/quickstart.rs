@@ -127,7 +127,7 @@ impl Image {
     }
 }
 
-/// A folder that goes away again.
+/// A temporary folder.
 struct Scratch(PathBuf);
 
 impl Scratch {

@@ -93,6 +93,6 @@ fn a_read_only_place_is_denied_and_still_readable() {
     mount.remount("ro");
     let error = dcp::save(&state(2, 0, 1), &place).blocking().unwrap_err();
     assert_eq!(kind(&error), Some(StorageErrorKind::Denied), "{error}");
-    // PyTorch 2.15 wants a writable parent folder even to read.
+    // PyTorch 2.15 needs a writable parent folder even to read.
     assert_eq!(load(&place).unwrap(), 1);
 }

@@ -172,7 +172,7 @@ fn checkpoints_are_not_read() {
     let storage: Arc<dyn Storage> = Arc::new(counting.clone());
     let listing = list_run(&storage);
     assert_eq!(listing.entries.len(), 2);
-    // Of a file of torch.save what tells it from others.
+    // Of a file of torch.save its first bytes.
     assert_eq!(counting.counts().bytes_read, NOTE.len() as u64 + 64);
 }
 
@@ -301,7 +301,7 @@ fn a_step_with_other_files_is_examined_itself() {
     );
 }
 
-/// What lies in folders of a checkpoint is compared with its own index.
+/// What is in folders of a checkpoint is compared with its own index.
 #[test]
 fn the_folders_of_a_checkpoint_are_examined() {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());

@@ -10,7 +10,7 @@ import warnings
 import zlib
 
 warnings.filterwarnings("ignore")
-# gloo asks the resolver for the host's own name and fails where that has no address.
+# gloo resolves the host's own name and fails where that has no address.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -26,7 +26,7 @@ try:
 except ImportError:  # until 2.4
     from torch.distributed._tensor import DTensor, Replicate, Shard
 
-# It warns of the number of collectives that full_tensor takes, and 2.1 tells of its dedup.
+# It warns of the number of collectives that full_tensor takes, and 2.1 reports its dedup.
 logging.disable(logging.WARNING)
 
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])

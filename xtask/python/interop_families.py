@@ -17,7 +17,7 @@ SPOKEN = {
     "rope": lambda rope: ["rope_theta"],
     "moe_layers": {"qwen": ["decoder_sparse_step"], "deepseek": ["n_shared_experts"]}.get,
 }
-# Fields that no model can be loaded with unless they are what the tensors tell.
+# Fields that no model can be loaded with unless they are as in the tensors.
 TOLD_BY_TENSORS = set("""decoder_sparse_step first_k_dense_replace hidden_size intermediate_size kv_lora_rank moe_intermediate_size
 n_embd n_layer n_routed_experts n_shared_experts num_experts num_hidden_layers num_local_experts num_nextn_predict_layers q_lora_rank
 qk_rope_head_dim vocab_size""".split())

@@ -106,7 +106,7 @@ def check(rank, world, file, root, names):
     if dist.is_initialized():
         meshes["line"] = device_mesh((world,))
     if world == 4 and VERSION >= (2, 2):
-        # 2.1 knows one-dimensional meshes only.
+        # 2.1 has one-dimensional meshes only.
         meshes["square"] = device_mesh((2, 2))
     for name, salt in names:
         path = os.path.join(root, name)
@@ -134,7 +134,7 @@ def check(rank, world, file, root, names):
 
 
 def convert(path, expected, salt):
-    """dcp_to_torch_save knows nothing but the checkpoint, so it shows what keys really are in it."""
+    """dcp_to_torch_save reads nothing but the checkpoint, so it shows the stored keys."""
     try:
         from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
     except ImportError:  # until 2.2

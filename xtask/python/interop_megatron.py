@@ -9,7 +9,7 @@ interop_megatron.py load RANKS LAYOUTS DIR=SAVED...  Megatron loads each strictl
                                                    compares; SAVED is the layout that it was saved in, with
                                                    its number of ranks, such as 2x2x4
 interop_megatron.py common DIR                     Megatron loads the common state of a run of 0.19
-interop_megatron.py inside DIR...                  PyTorch reads a common state that lies inside the data
+interop_megatron.py inside DIR...                  PyTorch reads a common state that is inside the data
 
 What a rank holds follows from its coordinates (`leaves`), the bytes of a tensor from its key. Rust's
 examples/interop/megatron.rs builds the same from the JSON."""
@@ -287,7 +287,7 @@ def merged(one, other):
 
 
 def without_cuda():
-    """Megatron-Core asks for CUDA devices by name; here they are the CPU."""
+    """Megatron-Core requests CUDA devices by name; here they are the CPU."""
     if not hasattr(np, "product"):  # Megatron-Core before 0.16 is older than numpy 2.
         np.product = np.prod
     torch.cuda.synchronize = lambda *args, **kwargs: None

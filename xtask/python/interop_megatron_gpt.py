@@ -71,7 +71,7 @@ def specification(config, fused):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class Attention(DotProductAttention):
-        """For latent attention, which tells the size of heads that Megatron-Core's own does not take."""
+        """For latent attention, which states the size of heads that Megatron-Core's own does not take."""
 
         def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
             super().__init__(*args, **kwargs)
@@ -149,7 +149,7 @@ def load_rank(rank, world, side, out, wanted):
         request = {"model": model.sharded_state_dict()}
         loaded, missing, unexpected = dist_checkpointing.load(request, path, strict=StrictHandling.RETURN_ALL)
         missing = [key for key in missing if not (side == "megatron" and is_engine_state(key))]
-        assert not missing and not unexpected, "%s: not asked for: %s; not there: %s" % (path, sorted(missing), sorted(unexpected))
+        assert not missing and not unexpected, "%s: not requested: %s; not there: %s" % (path, sorted(missing), sorted(unexpected))
         model.load_state_dict(loaded["model"])
         found = model_logits(model, args)
         if rank == 0:

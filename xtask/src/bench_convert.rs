@@ -1,7 +1,7 @@
 //! What converting a checkpoint costs, beside PyTorch's converter and beside copying the bytes.
 //!
 //! Every measurement is a command from its start to its end, followed by `sync` of what it wrote
-//! where that lies on a disk; the fastest of three counts. The checkpoint is one that PyTorch
+//! where that is on a disk; the fastest of three counts. The checkpoint is one that PyTorch
 //! saved.
 
 use std::path::{Path, PathBuf};

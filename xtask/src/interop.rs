@@ -245,7 +245,7 @@ impl Run<'_> {
         run(self.script("interop_subclasses.py").arg("check").arg(&theirs).arg(&ours))
     }
 
-    /// The command, which lies two folders above the examples.
+    /// The command, which is two folders above the examples.
     fn dcp(&self) -> Command {
         let name = format!("dcp{}", std::env::consts::EXE_SUFFIX);
         let folder = self.rust.parent().and_then(Path::parent).unwrap_or(Path::new("."));

@@ -27,6 +27,8 @@ mod contracts;
 #[cfg(test)]
 mod layers;
 #[cfg(test)]
+mod phrases;
+#[cfg(test)]
 mod public_names;
 #[cfg(test)]
 mod reliability;

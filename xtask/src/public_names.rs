@@ -33,7 +33,7 @@ fn sources_of_public_crates() -> Vec<PathBuf> {
     packages.filter(|package| package.is_public()).map(|package| package.dir.join("src")).collect()
 }
 
-/// The type that a line defines for everybody. What is `pub` can be reached from outside: the
+/// The public type that a line defines. What is `pub` can be reached from outside: the
 /// compiler warns of the rest (`unreachable_pub`).
 fn defined_type(line: &str) -> Option<&str> {
     let item = line.strip_prefix("pub ")?;

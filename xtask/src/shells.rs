@@ -1,5 +1,5 @@
 //! Completions in fish and zsh, and manual pages in groff: programs that a developer's machine
-//! need not have, so that what is missing is said to be skipped.
+//! need not have, so missing ones are reported as skipped.
 
 use std::io::Write;
 use std::process::{Command, Stdio};
@@ -48,7 +48,7 @@ fn zsh() -> Result {
     );
     let found = fed(Command::new("zsh").args(["-f", "-s"]), &typed)?;
     let expected = "_dcp: function\n_dcp_commands: function\n_dcp\n";
-    if found == expected { Ok(()) } else { Err(format!("it knows {found:?}").into()) }
+    if found == expected { Ok(()) } else { Err(format!("it offers {found:?}").into()) }
 }
 
 fn groff() -> Result {

@@ -129,7 +129,7 @@ fn every_place_of_the_way_is_there() {
         for place in places.split('`').skip(1).step_by(2) {
             let is_whole = place.starts_with("dcp");
             let path = if is_whole { PathBuf::from(place) } else { beside.join(place) };
-            // Of files told by a pattern, the folder.
+            // For a pattern, the folder.
             let known =
                 if place.contains('*') { path.parent().unwrap().into() } else { path.clone() };
             if !workspace::root().join(known).exists() {

@@ -77,7 +77,7 @@ enum Accumulate {
     Float64,
 }
 
-/// What becomes of what has no average.
+/// The treatment of values without an average.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Other {
     /// It must be the same in all checkpoints.

@@ -44,7 +44,7 @@ Values:
 Names:
   --strip and --rename say under which names the keys of one side are compared; --include and
   --exclude choose among those names. --model-only takes the model of both sides, without the
-  name of the dict that it lies in.
+  name of the dict that it is in.
 
 Exit codes:
   0  no difference

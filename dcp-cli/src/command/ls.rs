@@ -8,7 +8,7 @@ use crate::session::Session;
 
 /// List the checkpoints in a directory: steps, whether whole, size, age, kind.
 ///
-/// Knows the steps of OLMo-core, Megatron-LM and Megatron-Core, folders of PyTorch's DCP
+/// Recognizes the steps of OLMo-core, Megatron-LM and Megatron-Core, folders of PyTorch's DCP
 /// (torchtitan, Lightning, Hugging Face's trainer with FSDP), Hugging Face folders and files of
 /// torch.save. Names and lengths show whether a checkpoint is whole; for the last two formats, small
 /// indexes are read as well. `dcp verify` checks more.

@@ -181,7 +181,7 @@ fn protected(line: &str) -> String {
     if text.starts_with('.') { format!("\\&{text}") } else { text }
 }
 
-/// Other characters by their number, which every roff knows whatever the locale.
+/// Other characters by their number, which every roff accepts in any locale.
 fn ascii(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {

@@ -28,7 +28,7 @@ Profiles:
   torch2.3    PyTorch 2.3 and later; for OLMo-core, every PyTorch that it runs on (its default)
   torch2.15   PyTorch 2.15 and later, with the strides that it records
   Compressed data is read by PyTorch 2.7 and later, whatever the profile.
-  A .metadata that already is for the program asked for stays as it is, unless a profile is given.")]
+  A .metadata that already is for the requested program stays as it is without --profile.")]
 pub(crate) struct RewriteMetadata {
     /// The checkpoint: a directory with a .metadata.
     uri: String,

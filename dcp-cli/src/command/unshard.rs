@@ -15,7 +15,7 @@ use crate::session::Session;
 
 /// Write the model of a checkpoint as plain files, as OLMo-core's unshard_checkpoint does.
 ///
-/// Takes what lies below `model` of the state dict, and below `optim` with --optim, and
+/// Takes what is below `model` of the state dict, and below `optim` with --optim, and
 /// writes it without these prefixes: as one file, a file for each tensor, or chunks of about equal
 /// size, under the names that OLMo-core gives them. Several files get an index. Objects, which
 /// safetensors cannot hold, are written to a JSON file beside those of the optimizer.

@@ -78,7 +78,7 @@ pub(crate) struct Destination {
 
     /// Copy config and tokenizer files from this directory, so that transformers finds all it
     /// needs. For hf, where a Hugging Face source gives its own by default; with --arch, for
-    /// torch-dist too, of which it tells the model.
+    /// torch-dist too, whose model it defines.
     #[arg(long, value_name = "DIR")]
     config: Option<PathBuf>,
 

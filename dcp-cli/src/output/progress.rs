@@ -113,7 +113,7 @@ impl JobProgress for Lines {
         count.next = passed + LINES_APART;
         let line = line(self.doing, count.done, count.total, passed);
         drop(count);
-        // Nobody has to read it.
+        // Best effort.
         let _ = writeln!(std::io::stderr(), "{line}");
     }
 }

@@ -87,8 +87,8 @@ impl Style {
 /// Columns to write in: those of the terminal, or what `COLUMNS` says; `None` where output goes
 /// to a file or a program, which has no use for cut lines.
 pub(crate) fn terminal_width() -> Option<usize> {
-    let asked = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse::<usize>().ok());
-    let width = asked.or_else(|| comfy_table::Table::new().width().map(usize::from));
+    let requested = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse::<usize>().ok());
+    let width = requested.or_else(|| comfy_table::Table::new().width().map(usize::from));
     width.map(|width| width.clamp(40, 400))
 }
 

@@ -101,7 +101,7 @@ fn a_missing_file_is_named_once() {
     assert_eq!(found["files"][FILE], Value::Null);
     assert!(dcp(["inspect", &uri]).ok().contains("missing"));
     dcp(["get", &uri, TENSOR]).fails(1, &[FILE]);
-    // What lies in the other file can still be read.
+    // What is in the other file can still be read.
     dcp(["get", &uri, TENSOR, "--slice", "0:4"]).ok();
 }
 

@@ -137,13 +137,13 @@ fn a_folder_that_is_two_things_says_so() {
     let report = dcp(["verify", &place, "--json"]).json();
     assert_eq!(report["format"], "torch_dcp");
     let note = report["notes"][0].as_str().unwrap();
-    assert!(note.contains("model.safetensors.index.json lies here, too"), "{note}");
+    assert!(note.contains("model.safetensors.index.json is here, too"), "{note}");
     // Without its index the DCP checkpoint is no more than remains.
     fs::remove_file(folder.path().join(".metadata")).unwrap();
     let report = dcp(["verify", &place, "--json"]).json();
     assert_eq!(report["format"], "hf");
-    assert!(report["notes"][0].as_str().unwrap().contains(".distcp lies here, too"), "{report}");
-    // And without that of the model, nobody can tell which of the two was meant.
+    assert!(report["notes"][0].as_str().unwrap().contains(".distcp is here, too"), "{report}");
+    // Without the index of the model, both are equally likely.
     fs::remove_file(folder.path().join("model.safetensors.index.json")).unwrap();
     dcp(["verify", &place]).fails(1, &["no .metadata", "it also holds 1 safetensors file,"]);
 }

@@ -1,5 +1,5 @@
-//! What a save that died left: told for what it is by every command, replaced by a run that
-//! finishes, and in nobody else's way. And what is no file at all.
+//! Unfinished saves: reported by every command, replaced by a run that
+//! finishes, and ignored by other saves; targets that are no regular files.
 
 use std::fs;
 use std::os::unix::fs::FileTypeExt;
@@ -98,7 +98,7 @@ fn an_unfinished_save_of_megatron_is_finished_and_in_the_way_of_other_formats() 
         for without in [None, Some(".metadata")] {
             if let Some(name) = without {
                 if target == &newest {
-                    // Nothing tells it from an unfinished save of PyTorch then.
+                    // It looks like an unfinished save of PyTorch then.
                     continue;
                 }
                 fs::remove_file(Path::new(target).join(name)).unwrap();

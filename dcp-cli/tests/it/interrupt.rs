@@ -41,7 +41,7 @@ fn names(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Runs a command until what lies below `folder` is `ready`, and then sends it a signal. It is
+/// Runs a command until what is below `folder` is `ready`, and then sends it a signal. It is
 /// quiet: where it takes longer, it says how far it is before it fails.
 fn interrupted(args: &[&str], signal: &str, folder: &Path, ready: impl Fn() -> bool) -> Run {
     let changes = inotify::init(inotify::CreateFlags::CLOEXEC).unwrap();
@@ -66,7 +66,7 @@ fn interrupted(args: &[&str], signal: &str, folder: &Path, ready: impl Fn() -> b
     finish(child.wait_with_output().unwrap())
 }
 
-/// Asks for an event when a name comes up in the folder or in one below.
+/// Requests an event when a name comes up in the folder or in one below.
 fn watch(changes: &OwnedFd, folder: &Path) {
     let events = inotify::WatchFlags::CREATE | inotify::WatchFlags::MOVED_TO;
     inotify::add_watch(changes, folder, events).unwrap();

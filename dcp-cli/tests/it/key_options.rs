@@ -153,7 +153,7 @@ fn a_state_whose_parts_are_unknown_is_refused() {
         dcp(convert).fails(2, &["nothing says which of", "--include or --exclude", "--everything"]);
         assert!(!folder.path().join("x").exists());
     }
-    // State of an optimizer that nothing else tells of.
+    // Optimizer state that only its keys show.
     let renamed = path(&folder, "renamed");
     let source = "../torch_save/states/root.pt";
     let rename = ["--rename=s/^state/adam/", "--exclude=param_groups", "--to=dcp"];

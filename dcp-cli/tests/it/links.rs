@@ -28,7 +28,7 @@ fn a_snapshot_in_the_cache_of_the_hugging_face_hub_is_a_model() {
     dcp(["convert", &uri, &path(&cache, "out.safetensors")]).ok();
     let file = found["files"].as_object().unwrap().keys().next().unwrap();
     dcp(["inspect", &format!("{uri}/{file}")]).ok();
-    // What is outside of the repository is not reached.
+    // What is outside the repository is not reached.
     let secret = cache.path().join("secret.safetensors");
     fs::copy(path(&cache, "out.safetensors"), &secret).unwrap();
     fs::remove_file(snapshot.join(file)).unwrap();

@@ -1,6 +1,6 @@
 //! How it looks: help, trees and shard maps, held as files.
 //!
-//! `UPDATE_SNAPSHOTS=1 cargo test -p dcp-cli` writes them anew; look at the difference.
+//! `UPDATE_SNAPSHOTS=1 cargo test -p dcp-cli` writes them again; review the difference.
 
 use std::path::Path;
 
@@ -19,7 +19,7 @@ pub(crate) fn snapshot(name: &str, args: &[&str], columns: &str) {
         std::fs::write(&file, &text).unwrap();
     }
     let held = std::fs::read_to_string(&file).unwrap_or_default();
-    assert_eq!(text, held, "{name}: run with UPDATE_SNAPSHOTS=1 and look at the difference");
+    assert_eq!(text, held, "{name}: run with UPDATE_SNAPSHOTS=1 and review the difference");
     let widest = text.lines().map(|line| line.chars().count()).max().unwrap_or(0);
     if args.first() != Some(&"--help") {
         assert!(widest <= columns.parse().unwrap(), "{widest} columns");

@@ -48,7 +48,7 @@ fn a_configuration_beside_it_tells_what_arguments_do() {
     let config = read_json(&folder.path().join("hf/config.json"));
     assert_eq!(config["num_key_value_heads"], 2);
     assert_eq!(config["max_position_embeddings"], 64);
-    // NeMo has the checkpoint in one folder, and what tells of it in another.
+    // NeMo has the checkpoint in one folder, and its description in another.
     fs::create_dir_all(at("nemo/context")).unwrap();
     fs::rename(&bridge, at("nemo/weights")).unwrap();
     fs::remove_file(at("nemo/weights/run_config.yaml")).unwrap();

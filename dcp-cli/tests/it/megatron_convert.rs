@@ -132,8 +132,8 @@ fn nothing_is_written_in_place_of_a_run() {
     let folder = tempfile::tempdir().unwrap();
     let (source, run) = (megatron(MODEL), path(&folder, "run"));
     let at = |name: &str| path(&folder, &format!("run/{name}"));
-    // Its arguments tell what config.json has to say.
-    let told = megatron("run_torch_dist_dp2");
+    // Its arguments have the fields of config.json.
+    let with_args = megatron("run_torch_dist_dp2");
     dcp(["convert", &source, &at("iter_0000010"), "--to", "torch-dist"]).ok();
     for tracker in [false, true] {
         if tracker {
@@ -141,7 +141,7 @@ fn nothing_is_written_in_place_of_a_run() {
         }
         for to in ["torch-dist", "dcp", "hf"] {
             for more in [&["--overwrite"][..], &["--dry-run"]] {
-                let source = if to == "hf" { &told } else { &source };
+                let source = if to == "hf" { &with_args } else { &source };
                 dcp(["-q", "convert", source, &run, "--to", to].iter().chain(more))
                     .fails(2, &["a run of Megatron-LM", "run/release"]);
             }
@@ -283,7 +283,7 @@ fn a_run_that_pytorch_saved_alone_and_back() {
     let report = dcp(["convert", &source, &at("hf"), "--to", "hf", "--json"]).json();
     assert_eq!(report["mapping"]["family"], "llama");
     assert_eq!(read_json(&folder.path().join("hf/config.json"))["model_type"], "llama");
-    // What is Hugging Face's goes the other way without being asked.
+    // Files of Hugging Face go the other way without an option.
     let run = dcp(["convert", &at("hf"), &at("back"), "--to", "torch-dist"]);
     assert!(run.stderr.contains("by config.json; --arch none"), "{}", run.stderr);
     run.ok();
@@ -305,7 +305,7 @@ fn a_run_that_pytorch_saved_alone_and_back() {
     let run = dcp(["convert", &source, &at("modules"), "--to", "torch-dist"]);
     assert!(run.stderr.contains("Megatron-LM does not load; convert to hf"), "{}", run.stderr);
     run.ok();
-    // As `dist_checkpointing` names them, they are those that it asks for.
+    // As `dist_checkpointing` names them, they are those that it requests.
     let sharded = megatron("run_torch_dist_dp2/iter_0000010");
     let run = dcp(["convert", &sharded, &at("sharded"), "--to", "torch-dist"]);
     assert!(!run.stderr.contains("keep their names"), "{}", run.stderr);
@@ -356,8 +356,8 @@ fn a_mapping_of_ones_own_is_taken_or_refused_by_line() {
     let convert = |arch: &str| {
         dcp(["-q", "convert", &megatron(MODEL), &path(&folder, "hf"), "--to", "hf", "--arch", arch])
     };
-    // The arguments are few, and nobody knows what else the model is.
-    convert(&toml).fails(2, &["do not tell", "rope_theta", "hint: pass --config DIR"]);
+    // The arguments are few, and they do not define the model.
+    convert(&toml).fails(2, &["config.json needs", "rope_theta", "hint: pass --config DIR"]);
     let model = format!("{}/model.safetensors", path(&folder, "file"));
     fs::create_dir(folder.path().join("file")).unwrap();
     dcp(["-q", "convert", &megatron(MODEL), &model, "--arch", &toml]).ok();

@@ -55,7 +55,7 @@ const PEAK: &str = "DCP_TEST_MEASURED_PEAK";
 
 /// The same, with its output there, among some lines of the test harness.
 ///
-/// The system tells the peak of all children of a process together, so each command is the only
+/// The system reports the peak of all children of a process together, so each command is the only
 /// child of a process of its own.
 pub(crate) fn outcome_into(args: &[&str], stdout: impl Into<Stdio>) -> (ExitStatus, u64) {
     let peak = tempfile::NamedTempFile::new().unwrap();

@@ -25,8 +25,8 @@ fn an_olmo_checkpoint_becomes_one_of_torch_and_one_of_olmo_again() {
     copy("../olmo/any-4rank/ckpt", &uri);
     let before = dcp(["inspect", &uri, "--json"]).json();
 
-    let told = dcp(["rewrite-metadata", &uri, "--to", "torch", "--dry-run"]).ok();
-    assert!(told.contains("would be rewritten from olmo-torch2.15 to compat"), "{told}");
+    let dry = dcp(["rewrite-metadata", &uri, "--to", "torch", "--dry-run"]).ok();
+    assert!(dry.contains("would be rewritten from olmo-torch2.15 to compat"), "{dry}");
     let run = dcp(["rewrite-metadata", &uri, "--to", "torch"]);
     assert!(run.stderr.contains("compat has no place for the strides"), "{}", run.stderr);
     assert!(run.ok().contains("rewritten from olmo-torch2.15 to compat"));

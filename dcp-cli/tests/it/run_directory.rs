@@ -64,8 +64,8 @@ fn a_step_is_the_checkpoint_in_it() {
     assert_eq!(inspected["keys"].as_object().unwrap().len(), 14);
     dcp(["verify", &step, "--deep"]).ok();
     // Said of the step as of its folder.
-    let told = dcp(["rewrite-metadata", &step, "--to", "torch", "--dry-run"]).ok();
-    assert!(told.contains("from olmo-torch2.15 to compat"), "{told}");
+    let dry = dcp(["rewrite-metadata", &step, "--to", "torch", "--dry-run"]).ok();
+    assert!(dry.contains("from olmo-torch2.15 to compat"), "{dry}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Completions in bash, and the manual pages. `cargo xtask shells` asks other shells and a
+//! Completions in bash, and the manual pages. `cargo xtask shells` tests other shells and a
 //! formatter, where they are installed.
 
 use std::fs;

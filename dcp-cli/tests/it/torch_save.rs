@@ -31,7 +31,7 @@ fn the_older_form_is_read_in_every_protocol() {
         let copy = path(&folder, &format!("{protocol}.pt"));
         dcp(["convert", &file(protocol), &copy]).ok();
         dcp(["diff", &file(2), &copy]).ok();
-        // In a folder, where the content tells which files are of torch.save.
+        // In a folder, where the content shows which files are of torch.save.
         let model = folder.path().join(format!("model{protocol}"));
         fs::create_dir(&model).unwrap();
         let source = crate::support::fixtures().join(file(protocol));

@@ -40,9 +40,9 @@ fn every_strategy_and_format_is_read_again() {
 fn what_is_written_and_what_is_not_is_said() {
     let folder = tempfile::tempdir().unwrap();
     let target = path(&folder, "out");
-    let told = dcp(["unshard", NESTED, &target, "--dry-run"]);
-    assert!(told.stderr.contains("not written, as no part of it"), "{}", told.stderr);
-    assert!(told.ok().contains("would get 14 tensors in 1 file"));
+    let dry = dcp(["unshard", NESTED, &target, "--dry-run"]);
+    assert!(dry.stderr.contains("not written, as no part of it"), "{}", dry.stderr);
+    assert!(dry.ok().contains("would get 14 tensors in 1 file"));
     assert!(!Path::new(&target).exists());
     dcp(["unshard", NESTED, &target]).ok();
     dcp(["unshard", NESTED, &target]).fails(2, &["exists already", "--overwrite"]);
@@ -67,7 +67,7 @@ fn wrong_wishes_are_refused() {
     assert!(fs::read_dir(folder.path()).unwrap().next().is_none(), "nothing was made");
 }
 
-/// Names of keys alone do not tell layouts apart: paths do, by which the files are nested.
+/// Names of keys alone do not distinguish layouts: paths do, by which the files are nested.
 #[test]
 fn optimizers_are_resharded_and_converted_in_either_layout() {
     let folder = tempfile::tempdir().unwrap();

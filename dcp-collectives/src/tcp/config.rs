@@ -88,7 +88,7 @@ impl TcpConfig {
     /// Rank 0 listens at `DCP_MASTER_PORT` if that is set, the same on all ranks. Otherwise it
     /// listens at `MASTER_PORT`; but under torchrun, which itself listens there and says so with
     /// `TORCHELASTIC_USE_AGENT_STORE=True`, at the port after it. `DCP_JOB_ID`, if set, keeps
-    /// processes of another job out that were given the same address by mistake.
+    /// processes of another job out that use the same address by mistake.
     ///
     /// # Errors
     ///

@@ -49,7 +49,7 @@ pub(super) fn dial(
 }
 
 /// Sets what every connection needs: small messages go out at once, and a host that vanished
-/// without a word is noticed.
+/// silently is noticed.
 pub(super) fn configure(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let keepalive = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE / 3);

@@ -10,7 +10,7 @@ use dcp_core::Rank;
 
 use super::wire::{self, Control};
 
-/// How long a control connection may refuse a few bytes before it is given up.
+/// The deadline for a few bytes on a control connection, after which it fails.
 const CONTROL_WRITE: Duration = Duration::from_secs(1);
 
 /// A neighbor in the control tree, and the connection to it.
@@ -41,7 +41,7 @@ impl Edge {
     }
 
     /// Sends a control message. The thread that reads from the neighbor notices a lost one.
-    pub(super) fn tell(&self, news: &Control) {
+    pub(super) fn notify(&self, news: &Control) {
         let mut writer = self.lock();
         let Some(mut stream) = writer.as_deref() else { return };
         let sent = stream

@@ -31,7 +31,7 @@ pub(super) struct Plan<'a> {
     pub(super) id: u64,
     pub(super) rank: Rank,
     pub(super) limits: Limits,
-    /// Why the group from which this one is made is of no more use, if so.
+    /// The terminal error of the group from which this one is made, if it has failed.
     pub(super) broken: &'a dyn Fn() -> Option<Poison>,
 }
 
@@ -61,7 +61,7 @@ pub(super) fn form(
         return Err(poison.seen_by(plan.rank));
     }
     for (peer, stream) in listeners {
-        let name = format!("dcp rank {} hears {peer}", plan.rank);
+        let name = format!("dcp rank {} reads {peer}", plan.rank);
         let listener = Arc::clone(&group);
         let spawned =
             thread::Builder::new().name(name).spawn(move || listener.listen(peer, &stream));

@@ -2,7 +2,7 @@
 //!
 //! The ranks form a control tree (that of root 0). News travel along its edges, each of which is
 //! a connection with a thread on either end: a rank that died is noticed by its neighbors there,
-//! which tell all other ranks.
+//! which notify all other ranks.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{self, Read};
@@ -162,7 +162,7 @@ impl Group {
             return Err(self.fail(trouble));
         }
         if let Some(edge) = self.edges.iter().find(|edge| edge.is_parent) {
-            edge.tell(&Control::Enter(call));
+            edge.notify(&Control::Enter(call));
         }
         Ok(seq)
     }
@@ -197,7 +197,7 @@ impl Group {
 
     fn tell_all(&self, news: &Control, source: Option<Rank>) {
         for edge in self.edges.iter().filter(|edge| Some(edge.peer) != source) {
-            edge.tell(news);
+            edge.notify(news);
         }
     }
 
@@ -369,7 +369,7 @@ impl Group {
         let calls = self.lock().calls;
         self.changed.notify_all();
         for edge in &self.edges {
-            edge.tell(&Control::Bye { calls });
+            edge.notify(&Control::Bye { calls });
             edge.close();
         }
     }

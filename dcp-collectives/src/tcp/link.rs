@@ -12,7 +12,7 @@ use crate::call::Call;
 use crate::deadline::Deadline;
 use crate::poison::Poison;
 
-/// Bytes that are collected before a write, and asked for in a read, so that small messages share
+/// Bytes that are collected before a write, and requested in a read, so that small messages share
 /// system calls.
 const BUFFER: usize = 16 << 10;
 

@@ -42,7 +42,7 @@ const MAX_REASON: usize = 8 << 10;
 /// Drop the handle when done. A process that ends without that counts as dead, and the others'
 /// calls then fail.
 ///
-/// The network is trusted: nothing is encrypted, and any process that knows the job's name may join.
+/// The network is trusted: nothing is encrypted, and any process with the job's name may join.
 pub struct TcpCollective {
     node: Option<Arc<Node>>,
     group: Arc<Group>,

@@ -15,7 +15,7 @@ use super::dial;
 use super::wire::{self, Hello, MAX_ITEM, Patience, Purpose, Reply, TICK};
 use crate::deadline::Deadline;
 
-/// How long a stranger may take to say what it wants.
+/// The deadline for the first message of an unknown connection.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
 /// Handshakes that go on at the same time.
@@ -27,7 +27,7 @@ const MAX_INBOXES: usize = 1024;
 /// The group of all ranks.
 pub(super) const WORLD: u64 = 0;
 
-/// A rank that wants to take part, and where it listens.
+/// A rank that joins, and where it listens.
 #[derive(Debug)]
 pub(super) struct Joiner {
     pub(super) rank: Rank,
@@ -54,7 +54,7 @@ impl Inbox {
         self.streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for the connection that `rank` makes, and asks every [`TICK`] whether to go on.
+    /// Waits for the connection that `rank` makes, and checks every [`TICK`] whether to continue.
     pub(super) fn take<E>(
         &self,
         rank: Rank,
@@ -234,7 +234,7 @@ impl Desk {
         self.finished.notify_one();
     }
 
-    /// Hears what a connection is for and passes it on.
+    /// Reads the purpose of a connection and passes it on.
     fn admit(&self, stream: TcpStream) -> io::Result<()> {
         let patience = Patience {
             deadline: Deadline::after(HANDSHAKE),

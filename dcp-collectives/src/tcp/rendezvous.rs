@@ -106,7 +106,7 @@ fn collect(
     }
 }
 
-/// Tells the ranks that joined which ones are missing.
+/// Sends the missing ranks to those that joined.
 fn give_up(config: &TcpConfig, joined: &HashMap<Rank, Joiner>) -> CollectiveError {
     const SHOWN: usize = 10;
     let missing = (1..config.world_size).filter(|rank| !joined.contains_key(rank));

@@ -158,7 +158,7 @@ pub(super) fn invalid(problem: impl Into<Box<dyn std::error::Error + Send + Sync
 #[derive(Clone, Copy)]
 pub(super) struct Patience<'a> {
     pub(super) deadline: Deadline,
-    /// Asked every now and then whether to give up early.
+    /// Called periodically; `true` ends the wait early.
     pub(super) give_up: &'a dyn Fn() -> bool,
 }
 

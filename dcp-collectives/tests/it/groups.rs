@@ -24,7 +24,7 @@ pub(crate) fn with_growing_deadline(test: impl Fn(Duration)) {
     }
 }
 
-/// A port at which nobody listens, and what keeps others from taking it. Who asks for it by number
+/// A port at which nobody listens, and what keeps others from taking it. Whoever requests it by number
 /// can listen there all the same.
 pub(crate) fn reserved_port() -> (Socket, u16) {
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();

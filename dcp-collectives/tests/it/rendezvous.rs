@@ -54,7 +54,7 @@ fn refusal(connected: Connected) -> String {
 #[test]
 fn a_late_master_is_waited_for() {
     let (_reserved, port) = reserved_port();
-    // It hangs up on everybody, and so shows that both ranks have come.
+    // It hangs up on every rank, and so shows that both ranks have come.
     let door = TcpListener::bind((loopback(), port)).unwrap();
     let group = thread::scope(|scope| {
         let early = [1, 2].map(|rank| scope.spawn(move || config(rank, 3, port).connect()));
@@ -103,10 +103,10 @@ fn who_does_not_belong_is_told_why_and_the_group_forms() {
     thread::scope(|scope| {
         let master = scope.spawn(move || config(0, 3, port).listener(listener).connect());
         // Rank 2 is still missing, so of two that say they are rank 1 only the refused one returns.
-        let (told, outcomes) = mpsc::channel();
+        let (sender, outcomes) = mpsc::channel();
         for _ in 0..2 {
-            let told = told.clone();
-            scope.spawn(move || told.send(config(1, 3, port).connect()).unwrap());
+            let sender = sender.clone();
+            scope.spawn(move || sender.send(config(1, 3, port).connect()).unwrap());
         }
         let message = refusal(outcomes.recv().unwrap());
         assert!(message.contains("a rank 1 already"), "{message}");

@@ -27,8 +27,8 @@ fn members_know_their_rank_and_the_world_size(subject: &Subject) -> Outcome {
     for world_size in SIZES {
         subject.on_ranks(world_size, PATIENT, |member| {
             let (rank, size) = (member.collective.rank(), member.collective.world_size());
-            ensure!(rank == member.rank, "it believes to be rank {rank}");
-            ensure!(size == world_size, "it believes to be one of {size}");
+            ensure!(rank == member.rank, "its rank is {rank}");
+            ensure!(size == world_size, "its world size is {size}");
             Ok(())
         })?;
     }

@@ -46,7 +46,7 @@ impl Subject {
         let group = (self.build)(world_size, deadline);
         ensure!(
             group.len() == world_size as usize,
-            "the group has {} members, {world_size} were asked for",
+            "the group has {} members, expected {world_size}",
             group.len()
         );
         let work = &work;

@@ -50,7 +50,7 @@ async fn the_index_has_what_was_saved(subject: Subject) -> Outcome {
                 let mut volume = 0;
                 for chunk in stored.chunks.iter() {
                     let region = chunk.region()?;
-                    ensure!(whole.contains(&region), "chunk {region} of {fqn:?} is outside of it");
+                    ensure!(whole.contains(&region), "chunk {region} of {fqn:?} is outside it");
                     volume += region.volume();
                 }
                 ensure!(volume == whole.volume(), "the chunks of {fqn:?} do not make it up");

@@ -124,7 +124,7 @@ async fn opening_costs_one_listing_and_few_reads(subject: Subject) -> Outcome {
     let (lists, reads) = (counts.lists + counts.folder_lists, counts.reads + counts.whole_reads);
     ensure!(
         (lists, counts.stats) == (1, 0),
-        "opening took {lists} listings and asked for the lengths of {} files",
+        "opening needed {lists} listings and the lengths of {} files",
         counts.stats
     );
     ensure!(reads <= files.max(READS_MAX), "opening took {reads} reads of {files} files");

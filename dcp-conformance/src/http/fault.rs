@@ -21,7 +21,7 @@ pub enum HttpFault {
     /// Resets the connection; the server does not see the request.
     Reset,
     /// Passes the request to the server, waits for its answer, and resets the connection: what a
-    /// client cannot tell from [`Reset`](Self::Reset).
+    /// client cannot distinguish from [`Reset`](Self::Reset).
     LoseAnswer,
     /// Closes the connection after so many bytes of the answer's body. An answer whose body is not
     /// longer passes unharmed.

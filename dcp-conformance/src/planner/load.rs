@@ -21,7 +21,7 @@ pub(super) const LOAD_LAWS: Laws<dyn LoadPlanner> = laws![
     what_cannot_be_loaded_is_reported_and_left_out,
 ];
 
-/// A checkpoint of a group, and what another group wants of it.
+/// A checkpoint of a group, and the requests of another group.
 fn request(seed: u64) -> Result<(CheckpointMetadata, Vec<StateIndex>), Failure> {
     let (saved, shapes) = states(seed)?;
     let mut metadata = CheckpointMetadata::new();
@@ -94,7 +94,7 @@ fn every_wanted_element_is_read_once(planner: &dyn LoadPlanner) -> Outcome {
                         let target = regions.get(*shard as usize);
                         let inside = source.is_some_and(|source| source.contains(region))
                             && target.is_some_and(|target| target.contains(region));
-                        ensure!(inside, "{item:?} lies outside of its chunk or shard");
+                        ensure!(inside, "{item:?} is outside its chunk or shard");
                         let counts = match read.get_mut(&(item.leaf, *shard)) {
                             Some(counts) => counts,
                             None => {

@@ -109,7 +109,7 @@ pub(super) fn object(fqn: &str, byte_len: u64) -> StateLeaf {
 pub(super) fn count(counts: &mut [u32], region: &Region, shape: &[u64]) -> Outcome {
     for element in region.runs_in(shape).flat_map(|(at, n)| at..at + n) {
         let slot = counts.get_mut(usize::try_from(element)?);
-        ensure!(slot.is_some(), "{region} lies outside of {shape:?}");
+        ensure!(slot.is_some(), "{region} is outside {shape:?}");
         slot.into_iter().for_each(|slot| *slot += 1);
     }
     Ok(())

@@ -130,6 +130,6 @@ async fn no_replacement_of_concurrent_holders_is_lost(subject: Subject) -> Outco
     for holder in join_all(holders.collect::<Vec<_>>()).await {
         replaced += holder??;
     }
-    ensure!(replaced > 0, "nobody replaced the object");
+    ensure!(replaced > 0, "no writer replaced the object");
     subject.holds(&key, &replaced.to_string().into()).await
 }

@@ -1,4 +1,4 @@
-//! Clauses on what uploads that never ended leave.
+//! Clauses on leftovers of uploads that never ended.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::case::Outcome;
 
 super::clauses![remove_leftovers_spares_objects_and_uploads];
 
-/// No upload of the clause is as old.
+/// Older than any upload of the clause.
 const AN_HOUR: Duration = Duration::from_secs(3600);
 
 async fn remove_leftovers_spares_objects_and_uploads(subject: Subject) -> Outcome {

@@ -70,7 +70,7 @@ async fn list_without_a_folder_finds_all_objects(subject: Subject) -> Outcome {
     let mut all = subject.storage.list(None);
     while let Some(meta) = all.try_next().await? {
         if meta.key == key {
-            ensure!(meta.byte_len == 12, "12 bytes are told as {}", meta.byte_len);
+            ensure!(meta.byte_len == 12, "12 bytes are reported as {}", meta.byte_len);
             return Ok(());
         }
     }

@@ -47,8 +47,8 @@ async fn stat_tells_the_size_of_an_object(subject: Subject) -> Outcome {
     for len in [1, 1000, MIB + 1] {
         let key = subject.create(&len.to_string(), &pattern(1, len)).await?;
         let meta = subject.storage.stat(&key).await?;
-        ensure!(meta.byte_len == len as u64, "{len} bytes are told as {}", meta.byte_len);
-        ensure!(meta.key == key, "{key:?} is told as {:?}", meta.key);
+        ensure!(meta.byte_len == len as u64, "{len} bytes are reported as {}", meta.byte_len);
+        ensure!(meta.key == key, "{key:?} is reported as {:?}", meta.key);
     }
     Ok(())
 }
@@ -130,7 +130,7 @@ async fn of_several_concurrent_creators_exactly_one_succeeds(subject: Subject) -
         }
         let [winner] = winners[..] else {
             return Err(Failure::new(format!(
-                "of {CREATORS} creators {} believe to have won: {winners:?}",
+                "of {CREATORS} creators {} report that they won: {winners:?}",
                 winners.len()
             )));
         };
@@ -171,7 +171,7 @@ async fn a_reader_sees_the_old_bytes_or_the_new_ones(subject: Subject) -> Outcom
             loop {
                 let last_look = done.load(Ordering::SeqCst);
                 let got = match subject.read(&key, &[(0, LEN)]).await {
-                    // A storage that reads it in pieces may find another version behind the first.
+                    // A storage that reads it in pieces may find another version after the first piece.
                     Err(error) if error.kind() == StorageErrorKind::Changed && !last_look => {
                         continue;
                     }
@@ -186,7 +186,7 @@ async fn a_reader_sees_the_old_bytes_or_the_new_ones(subject: Subject) -> Outcom
                 if last_look {
                     return Ok(seen);
                 }
-                // Of a storage that never waits, neither would the reader.
+                // With a storage that never waits, the reader does not wait either.
                 tokio::task::yield_now().await;
             }
         })
@@ -225,7 +225,7 @@ async fn a_dropped_put_leaves_no_part_under_its_key(subject: Subject) -> Outcome
                 tokio::task::yield_now().await;
             }
         }
-        // Work that was handed over before the drop may go on meanwhile.
+        // Work that was started before the drop may continue meanwhile.
         for _ in 0..20 {
             if subject.storage.contains(&fresh).await? {
                 subject.holds(&fresh, &new).await?;
@@ -364,7 +364,7 @@ async fn delete_of_no_objects_is_no_error(subject: Subject) -> Outcome {
 async fn put_of_more_than_the_limit_is_too_large(subject: Subject) -> Outcome {
     let limits = subject.storage.capabilities().write_limits;
     let longest = limits.put_bytes_max.min(limits.object_bytes_max);
-    // More memory than this is not worth the test.
+    // A test with more memory is too expensive.
     let Some(len) = usize::try_from(longest).ok().filter(|len| *len <= 64 * MIB) else {
         return Ok(());
     };

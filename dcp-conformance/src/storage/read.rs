@@ -175,9 +175,9 @@ async fn read_whole_returns_all_bytes(subject: Subject) -> Outcome {
         for max_bytes in [len as u64, u64::MAX] {
             let whole = subject.storage.read_whole(&key, max_bytes).await?;
             same_bytes(&whole.bytes, &bytes)?;
-            ensure!(whole.meta.key == key, "{key:?} is told as {:?}", whole.meta.key);
-            let told = whole.meta.byte_len;
-            ensure!(told == len as u64, "{len} bytes are told as {told}");
+            ensure!(whole.meta.key == key, "{key:?} is reported as {:?}", whole.meta.key);
+            let reported = whole.meta.byte_len;
+            ensure!(reported == len as u64, "{len} bytes are reported as {reported}");
         }
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! The storage under test as a clause sees it, and helpers of clauses.
+//! The storage under test in a clause, and helpers of clauses.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -51,7 +51,7 @@ impl Subject {
         Ok(self.storage.read(key, ReadRequest::new(reads)).await?.buffers)
     }
 
-    /// The length of the parts of an upload: `wished`, where the storage allows it.
+    /// The length of the parts of an upload: `wished`, if the storage allows it.
     pub(super) fn part_len(&self, wished: usize) -> usize {
         let limits = self.storage.capabilities().write_limits;
         let len = (wished as u64).max(limits.part_bytes_min).min(limits.part_bytes_max);
@@ -100,7 +100,7 @@ impl Subject {
         Ok(self.storage.read_whole(key, 1 << 40).await?.bytes)
     }
 
-    /// Fails if an object of that key exists in any way.
+    /// Fails if any operation finds an object of that key.
     pub(super) async fn is_absent(&self, key: &Key) -> Outcome {
         expect_kind(self.storage.stat(key).await, StorageErrorKind::NotFound, "stat")?;
         expect_kind(self.read(key, &[(0, 1)]).await, StorageErrorKind::NotFound, "read")?;

@@ -1,4 +1,4 @@
-//! The suite finds what it is meant to find: storages that each break one promise.
+//! The suite fails on storages that each break one promise.
 
 mod flawed;
 

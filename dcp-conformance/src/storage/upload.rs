@@ -359,7 +359,7 @@ async fn of_several_concurrent_uploads_exactly_one_succeeds(subject: Subject) ->
         }
         let [winner] = winners[..] else {
             return Err(Failure::new(format!(
-                "of {UPLOADS} uploads {} believe to have won: {winners:?}",
+                "of {UPLOADS} uploads {} report that they won: {winners:?}",
                 winners.len()
             )));
         };

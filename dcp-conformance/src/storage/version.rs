@@ -32,7 +32,7 @@ async fn is(subject: &Subject, key: &Key, meta: &ObjectMeta, byte_len: u64) -> O
     let found = subject.storage.stat(key).await?;
     ensure!(meta.key == *key, "{key:?} was written, and {:?} returned", meta.key);
     ensure!(meta.byte_len == byte_len, "{byte_len} bytes are returned as {}", meta.byte_len);
-    ensure!(found.byte_len == byte_len, "{byte_len} bytes are told as {}", found.byte_len);
+    ensure!(found.byte_len == byte_len, "{byte_len} bytes are reported as {}", found.byte_len);
     if subject.storage.capabilities().versions {
         ensure!(meta.version.is_some(), "a write of {key:?} returned no version");
         let (written, found) = (&meta.version, &found.version);

@@ -259,7 +259,7 @@ proptest! {
             let mut inexact = 0;
             for (n, new) in numbers.iter().zip(found.chunks(to.size())) {
                 // Cut off to fewer bits than a `f64` has, with the rest in the last of them, a
-                // number has the same neighbors and lies on the same side of their middle.
+                // number has the same neighbors and is on the same side of their middle.
                 let shift = (64 - n.leading_zeros()).saturating_sub(40);
                 let sticky = u64::from(n & ((1 << shift) - 1) != 0);
                 let cut = ((n >> shift << shift) as f64) + (sticky << shift.saturating_sub(1)) as f64;

@@ -90,7 +90,7 @@ impl Axis {
             let place = if index < 0 { index + i128::from(len) } else { index };
             return match u64::try_from(place) {
                 Ok(first) if first < len => Ok(Self { first, step: 1, count: 1, indexed: true }),
-                _ => Err(format!("index {index} is outside of {len}")),
+                _ => Err(format!("index {index} is outside {len} elements")),
             };
         }
         let given: Vec<Option<i128>> = part
@@ -217,8 +217,8 @@ mod tests {
     #[test]
     fn what_lies_outside_is_refused() {
         for (text, problem) in [
-            ("4", "index 4 is outside of 4"),
-            ("-5", "index -5 is outside of 4"),
+            ("4", "index 4 is outside 4 elements"),
+            ("-5", "index -5 is outside 4 elements"),
             ("::0", "step of zero"),
             ("1:2:3:4", "more than"),
             ("0:2,:,:", "it has 3 axes"),

@@ -33,7 +33,7 @@ pub enum ProblemKind {
     /// The index contradicts itself.
     #[default]
     Index,
-    /// A chunk lies partly outside its tensor.
+    /// A chunk is partly outside its tensor.
     OutOfBounds,
     /// Two chunks hold the same elements.
     Overlap,

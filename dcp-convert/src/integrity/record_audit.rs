@@ -67,7 +67,7 @@ pub(crate) async fn records(
     }
 }
 
-/// Compares `records` with their checksums, and what lies between them.
+/// Compares `records` with their checksums, and what is between them.
 pub(crate) async fn check(
     audit: &Arc<dyn CheckpointAudit>,
     records: Vec<StoredRecord>,

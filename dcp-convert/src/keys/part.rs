@@ -324,7 +324,7 @@ mod tests {
         let learned = ["model/optim.state.w", "model/optimizer/weight", "optim/state/w/step"];
         let (model, kept) = parts(&learned);
         assert_eq!((model.as_deref(), kept.len()), (Some("model"), 2));
-        // A model that a model lies in keeps its own names.
+        // A model that a model is in keeps its own names.
         assert_eq!(parts(&["model/model/w", "step/"]).0.as_deref(), Some("model"));
     }
 

@@ -31,15 +31,15 @@ pub fn unknown_fqn(metadata: &CheckpointMetadata, fqn: &str) -> ConvertError {
 
 /// The distance of two names; `None` when they have little in common. A name that is a whole part
 /// of the other is near, regardless of the other's length.
-fn distance(asked: &str, name: &str) -> Option<usize> {
-    if asked.is_empty() || asked.len() > MAX_LEN || name.len() > MAX_LEN {
+fn distance(requested: &str, name: &str) -> Option<usize> {
+    if requested.is_empty() || requested.len() > MAX_LEN || name.len() > MAX_LEN {
         return None;
     }
-    if asked.len() >= 3 && (ends(name, asked) || starts(name, asked)) {
+    if requested.len() >= 3 && (ends(name, requested) || starts(name, requested)) {
         return Some(1);
     }
-    let edits = edits_to_prefixes(asked, name, false).last().copied()?;
-    (edits <= asked.chars().count().max(3) / 3).then_some(edits)
+    let edits = edits_to_prefixes(requested, name, false).last().copied()?;
+    (edits <= requested.chars().count().max(3) / 3).then_some(edits)
 }
 
 fn ends(name: &str, part: &str) -> bool {

@@ -20,7 +20,7 @@ use serde::Serialize;
 const ENTRIES_MAX: usize = 100_000;
 /// Files of the directory that are opened to see whether they are checkpoints.
 const OPENED_MAX: usize = 256;
-/// Bytes of a file that tell its format.
+/// The first bytes of a file, which show its format.
 const HEAD_BYTES: u64 = 64;
 /// Checkpoints, the last ones, that are examined.
 const EXAMINED_MAX: usize = 64;
@@ -50,7 +50,7 @@ pub struct RunEntry {
     pub name: String,
     /// The format that it belongs to.
     pub kind: EntryKind,
-    /// Whether all is there that its format needs, as far as names, lengths and small indexes tell;
+    /// Whether it is complete, judged by names, lengths and small indexes;
     /// `None` when not all of them were seen, or could be.
     pub complete: Option<bool>,
     /// Why it is not whole.
@@ -65,7 +65,7 @@ pub struct RunEntry {
     pub files: u64,
     /// Bytes of all of them.
     pub bytes: u64,
-    /// When the last of them was written, in seconds since 1970, where the storage knows.
+    /// When the last of them was written, in seconds since 1970, if the storage has it.
     pub modified: Option<u64>,
     /// What to open to read it, relative to the directory; `None` where nothing can be read.
     pub checkpoint: Option<String>,

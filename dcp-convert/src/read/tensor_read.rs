@@ -181,7 +181,7 @@ impl DataSink for BoxSink {
         let (ReadKind::Tensor { region, .. }, Some((whole, view))) =
             (&item.kind, self.boxes.get(item.leaf as usize))
         else {
-            return Err(bad_plan(&self.fqn, "an item that was not asked for".to_owned()));
+            return Err(bad_plan(&self.fqn, "an item that was not requested".to_owned()));
         };
         let inner = region.relative_to(whole.offsets());
         let inner =

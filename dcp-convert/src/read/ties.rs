@@ -13,10 +13,10 @@ pub(crate) type Place = (FileId, u16, u64, u64, Dims, Dims);
 pub(crate) fn places(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Option<Vec<Place>> {
     let places = tensor.chunks.iter().map(|chunk| {
         let placement = chunk.placement?;
-        let told = metadata.encoding(&placement)?.layout.is_told_by_place();
+        let by_place = metadata.encoding(&placement)?.layout.is_fixed_by_place();
         let Placement { file, encoding, byte_offset, byte_len } = placement;
         let (offsets, sizes) = (chunk.offsets.into(), chunk.sizes.into());
-        told.then_some((file, encoding, byte_offset, byte_len, offsets, sizes))
+        by_place.then_some((file, encoding, byte_offset, byte_len, offsets, sizes))
     });
     places.collect()
 }

@@ -191,8 +191,8 @@ impl Averaged {
                 entries.push(Averaging::Taken(base.tensor(fqn)?));
                 continue;
             }
-            let asked = options.dtype.as_ref().and_then(|rule| rule(fqn, like.dtype));
-            let to = asked.unwrap_or(like.dtype);
+            let requested = options.dtype.as_ref().and_then(|rule| rule(fqn, like.dtype));
+            let to = requested.unwrap_or(like.dtype);
             let mean = Mean::new(fqn, &dtypes, to, weights, options.accumulate)?;
             let readers: Result<_, _> = inputs.iter().map(|input| input.tensor(fqn)).collect();
             let mut averaged = tensor.clone();

@@ -159,7 +159,7 @@ fn computed(
             let stored = metadata.encoding(&placement)?;
             let mut transforms = stored.transforms.clone();
             let layout =
-                if stored.layout.is_told_by_place() { Layout::Computed } else { stored.layout };
+                if stored.layout.is_fixed_by_place() { Layout::Computed } else { stored.layout };
             transforms.push(format!("cast from {}", tensor.dtype).into());
             let encoding = Encoding::new(layout).with_transforms(transforms);
             let encoding = metadata.intern_encoding(&encoding)?;

@@ -196,7 +196,7 @@ impl Dequantized {
     ///
     /// # Errors
     ///
-    /// As [`Dequantized::new`], and when no block size is given and `config.json` cannot be read.
+    /// As [`Dequantized::new`], and without a block size, when `config.json` cannot be read.
     pub async fn apply(
         source: &Source,
         options: DequantizeOptions,

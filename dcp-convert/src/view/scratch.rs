@@ -98,7 +98,7 @@ struct Views(Vec<TensorView>);
 impl DataSink for Views {
     fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
         let view = self.0.get(item.leaf as usize).cloned();
-        view.ok_or_else(|| bad_plan("", "an item that was not asked for"))
+        view.ok_or_else(|| bad_plan("", "an item that was not requested"))
     }
 
     fn commit(&self, _item: &ReadItem) -> Result<(), CheckpointError> {

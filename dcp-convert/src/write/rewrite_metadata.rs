@@ -67,7 +67,7 @@ pub enum IndexReader {
 }
 
 impl ProfileChoice {
-    /// The form that `reader` reads, of PyTorch's `version` if one is given. OLMo-core has one form
+    /// The form that `reader` reads, of PyTorch's `version` if that is `Some`. OLMo-core has one form
     /// for all versions before 2.15.
     ///
     /// ```

@@ -109,11 +109,11 @@ fn what_serves_already_is_left_alone() {
 fn a_dry_run_tells_and_writes_nothing() {
     let storage = fixture(OLMO[4]);
     let before = metadata_of(&storage);
-    let told = block_on(rewrite_metadata(&storage, ProfileChoice::Torch, true)).unwrap();
+    let planned = block_on(rewrite_metadata(&storage, ProfileChoice::Torch, true)).unwrap();
     assert_eq!(metadata_of(&storage), before);
     let done = rewrite(&storage, ProfileChoice::Torch);
-    assert!(told.dry_run && !done.dry_run);
-    assert_eq!((told.bytes_after, told.dropped), (done.bytes_after, done.dropped));
+    assert!(planned.dry_run && !done.dry_run);
+    assert_eq!((planned.bytes_after, planned.dropped), (done.bytes_after, done.dropped));
     assert_eq!(metadata_of(&storage).len() as u64, done.bytes_after);
 }
 

@@ -186,7 +186,7 @@ fn what_cannot_be_cast_is_named() {
     assert!(error.contains("\"z\"") && error.contains("complex64"), "{error}");
 }
 
-/// One element as the test's own arithmetic knows it.
+/// One element by the test's own arithmetic.
 fn numbers(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     let number = |bytes| match decode(dtype, bytes) {
         Some(Element::Float(x)) => x,

@@ -60,7 +60,7 @@ pub enum CheckpointError {
     Lost {
         /// The step in which this rank was.
         phase: Phase,
-        /// What became of the checkpoint that was being saved, as far as this rank can tell.
+        /// The state of the checkpoint that was being saved, as seen by this rank.
         standing: Standing,
         /// Which rank was lost, and how that was noticed.
         #[source]
@@ -117,7 +117,7 @@ pub enum CheckpointError {
         /// Each failing rank and what it said.
         failures: Vec<RankFailure>,
     },
-    /// The error of a plug-in, such as a format; [`downcast_ref`](std::error::Error) tells its type.
+    /// The error of a plug-in, such as a format; [`downcast_ref`](std::error::Error) has its type.
     #[error(transparent)]
     Plugin(Box<dyn std::error::Error + Send + Sync>),
     /// A failure of the application itself, such as of a [`Stateful`](crate::Stateful) value;
@@ -185,7 +185,7 @@ impl From<RegionError> for CheckpointError {
     }
 }
 
-/// What a rank that lost its group knows of the checkpoint that was being saved.
+/// The state of the checkpoint that was being saved, on a rank that lost its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Standing {

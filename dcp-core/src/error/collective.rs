@@ -26,7 +26,7 @@ pub enum CollectiveError {
         /// The deadline.
         deadline: std::time::Duration,
     },
-    /// Some rank gave up and told the others.
+    /// A rank gave up and reported it to the others.
     #[error("rank {rank} aborted the group: {reason}")]
     Aborted {
         /// The rank that gave up.

@@ -31,7 +31,7 @@ impl FormatError {
         }
     }
 
-    /// Adds where the problem lies, in bytes from the beginning of the file, or of what was being
+    /// Adds the place of the problem, in bytes from the beginning of the file, or of what was being
     /// read while no file is known.
     #[must_use]
     pub fn at(mut self, byte_offset: u64) -> Self {
@@ -74,7 +74,7 @@ impl FormatError {
         self.file.as_deref()
     }
 
-    /// Where the problem lies, in bytes.
+    /// The place of the problem, in bytes.
     #[must_use]
     pub fn byte_offset(&self) -> Option<u64> {
         self.byte_offset

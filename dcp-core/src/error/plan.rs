@@ -74,8 +74,8 @@ pub enum PlanError {
         /// The other.
         second: String,
     },
-    /// A chunk lies partly outside its tensor.
-    #[error("{fqn} has shape {shape}, but a chunk of rank {rank:?} lies at {chunk}", fqn = Quoted(.fqn), shape = Message(.shape), chunk = Message(.chunk))]
+    /// A chunk is partly outside its tensor.
+    #[error("{fqn} has shape {shape}, but a chunk of rank {rank:?} is at {chunk}", fqn = Quoted(.fqn), shape = Message(.shape), chunk = Message(.chunk))]
     OutOfBounds {
         /// The tensor.
         fqn: String,

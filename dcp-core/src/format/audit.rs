@@ -1,4 +1,4 @@
-//! What a format knows of an opened checkpoint beyond its tensors and objects.
+//! Checks of an opened checkpoint beyond its tensors and objects.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -80,7 +80,7 @@ pub trait RecordAudit: Send + Sync {
         limits: RecordLimits<'_>,
     ) -> Result<(), CheckpointError>;
 
-    /// Compares what lies between the records, such as the headers of an archive.
+    /// Compares what is between the records, such as the headers of an archive.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! A storage whose names and lengths are known.
+//! A storage with a listing: names and lengths cost no request.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,21 +16,22 @@ use crate::storage::{
 };
 use crate::streams::{FilterMap, Known};
 
-/// A storage to read, whose names and lengths are those of a [`Listing`]: asking for one costs no
-/// request, and neither do small files that were read whole to recognize the folder. Where the
-/// listing may lack a file ([`Listing::is_complete`]), the storage is asked for files that are not
+/// A storage to read, with the names and lengths of a [`Listing`]: a `stat` costs no request, and
+/// neither do small files that were read whole to recognize the folder. Where the listing may lack a
+/// file ([`Listing::is_complete`]), the storage looks up files that are not
 /// listed.
 ///
-/// Every object has one version for as long as this storage exists, where `inner` has versions: the
-/// one that was listed, here or by [`Storage::list_folder`], or that of the first read. Later reads of an object that was replaced fail
+/// Where `inner` has versions, every object has one for as long as this storage exists: the one of
+/// this listing or of [`Storage::list_folder`], or that of the first read. Later reads of an object
+/// that was replaced fail
 /// with [`Changed`](StorageErrorKind::Changed), unless it was written through this storage.
 ///
-/// What is written goes to the storage, and the listing does not change with it.
+/// Writes go to the storage and do not change the listing.
 #[derive(Debug)]
 pub struct ListedStorage {
     inner: Arc<dyn Storage>,
     listing: Arc<Listing>,
-    /// Versions of objects that the listing has no version of; `None` for an object that was written
+    /// Versions of objects without one in the listing; `None` for an object that was written
     /// through this storage.
     seen: Arc<Mutex<Seen>>,
 }
@@ -66,7 +67,7 @@ impl ListedStorage {
         self.listing.get(key)?.version.clone()
     }
 
-    /// Remembers the version of the first read.
+    /// Stores the version of the first read.
     fn remember(&self, key: &Key, version: Option<&Version>) {
         let is_listed = self.listing.get(key).is_some_and(|meta| meta.version.is_some());
         if let (false, Some(version)) = (is_listed, version) {
@@ -96,7 +97,7 @@ impl ListedStorage {
     }
 }
 
-/// The bytes that a read asks for, where they are all there.
+/// The requested bytes, if the listing has all of them.
 fn inside<'a>(read: &ReadInto, bytes: &'a [u8]) -> Option<&'a [u8]> {
     let begin = usize::try_from(read.byte_offset).ok()?;
     bytes.get(begin..begin.checked_add(read.buffer.len())?)

@@ -11,7 +11,7 @@ use crate::error::{StorageError, StorageErrorKind};
 use crate::key::Key;
 use crate::storage::{ObjectMeta, Storage, StorageExt};
 
-/// The files below a folder, as they were at one moment, with their lengths and ages, in order of their names.
+/// The files below a folder at one moment, with their lengths and ages, ordered by name.
 ///
 /// It holds about 100 bytes for each file, at most [`OBJECTS_MAX`](Self::OBJECTS_MAX) of them.
 #[derive(Clone, Debug, Default)]
@@ -25,10 +25,10 @@ pub struct Listing {
 }
 
 impl Listing {
-    /// Files that are listed at most.
+    /// The maximum number of files.
     pub const OBJECTS_MAX: usize = 1_000_000;
 
-    /// These files, and no others.
+    /// A listing of exactly these files.
     #[must_use]
     pub fn new(objects: impl IntoIterator<Item = ObjectMeta>) -> Self {
         let mut objects: Vec<_> = objects.into_iter().collect();
@@ -50,8 +50,8 @@ impl Listing {
         self
     }
 
-    /// Lists `storage`. One that cannot list is asked for `landmarks`, and its listing has only
-    /// those that are there.
+    /// Lists `storage`. One that cannot list looks up `landmarks`, and its listing has only
+    /// the existing ones.
     ///
     /// # Errors
     ///
@@ -80,7 +80,7 @@ impl Listing {
         }
         let complete = !truncated && storage.capabilities().complete_listing;
         if objects.is_empty() && !complete {
-            // On a file system, links that lead out are not listed; asking for one says so.
+            // A file system does not list links out of the root; a `stat` of one fails with the reason.
             return Self::probe(storage, landmarks).await;
         }
         Ok(Self { truncated, complete, ..Self::new(objects) })
@@ -104,13 +104,13 @@ impl Listing {
         self.truncated
     }
 
-    /// Whether the storage was listed, and not asked for landmarks.
+    /// Whether the storage was listed, and its landmarks not looked up.
     pub(super) fn is_listed(&self) -> bool {
         self.listed
     }
 
-    /// Whether a file that is not listed is not there: the storage lists every object that can be
-    /// read, and the listing was not cut off.
+    /// Whether the listing has every object: the storage lists all that can be read, and the listing
+    /// was not truncated.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.complete
@@ -156,7 +156,7 @@ impl Listing {
         }
     }
 
-    /// Reads what `peeks` ask for, each file once; files that are not there are left out.
+    /// Reads the ranges of `peeks`, each file once; missing files are skipped.
     ///
     /// # Errors
     ///
@@ -196,7 +196,7 @@ pub struct Peek {
 }
 
 impl Peek {
-    /// More bytes of one file are never read to recognize it.
+    /// The maximum bytes of one file that are read to recognize it.
     pub const BYTES_MAX: u64 = 64 << 10;
 
     /// The first `byte_len` bytes of a file, at most [`BYTES_MAX`](Self::BYTES_MAX); fewer where it
@@ -211,14 +211,14 @@ impl Peek {
 #[derive(Clone, Copy, Debug)]
 pub struct Folder<'a> {
     objects: &'a [ObjectMeta],
-    /// What its files begin with: empty, or ending in `/`.
+    /// The prefix of its files: empty, or ending in `/`.
     prefix: &'a str,
     /// The name of the folder that was listed.
     name: &'a str,
     peeked: &'a BTreeMap<Key, Bytes>,
 }
 
-/// What lies in a folder.
+/// An entry of a folder.
 #[derive(Clone, Copy, Debug)]
 pub enum ListingEntry<'a> {
     /// A file, with its name in the folder.
@@ -267,7 +267,7 @@ impl<'a> Folder<'a> {
         self.file(name).is_some()
     }
 
-    /// The folder `name`, a path relative to this one; `None` where no file lies in it.
+    /// The folder `name`, a path relative to this one; `None` where no file is in it.
     #[must_use]
     pub fn folder(&self, name: &str) -> Option<Self> {
         let is_before = |meta: &ObjectMeta| {
@@ -287,7 +287,7 @@ impl<'a> Folder<'a> {
         Some(Self { objects, prefix, ..*self })
     }
 
-    /// What lies in it, in order of the names; what lies in its folders is not gone through.
+    /// Its direct entries, ordered by name.
     pub fn entries(&self) -> impl Iterator<Item = ListingEntry<'a>> + use<'a> {
         let folder = *self;
         let mut rest = folder.objects;
@@ -343,14 +343,14 @@ impl<'a> Folder<'a> {
         self.objects.iter().fold(0, |sum, meta| sum.saturating_add(meta.byte_len))
     }
 
-    /// When the last of its files was written, where the storage knows.
+    /// The time of the last write of any of its files, if the storage has it.
     #[must_use]
     pub fn modified(&self) -> Option<SystemTime> {
         self.objects.iter().filter_map(|meta| meta.modified).max()
     }
 
-    /// What was read of the file `name`, a path relative to this folder, to recognize the folder;
-    /// `None` where nothing was.
+    /// The bytes of the file `name`, a path relative to this folder, that were read to recognize the
+    /// folder; `None` if none were.
     #[must_use]
     pub fn peeked(&self, name: &str) -> Option<&'a Bytes> {
         self.peeked.get(&self.key(name)?)

@@ -11,7 +11,7 @@ pub struct FormatInfo {
     /// For people: `DCP`, `Hugging Face`.
     pub title: &'static str,
     /// Files of which every checkpoint of the format has at least one, under fixed names relative
-    /// to its folder. A storage that cannot list is asked for these.
+    /// to its folder. A storage that cannot list looks these up.
     pub landmarks: &'static [&'static str],
     /// Endings of the names of files that may be checkpoints on their own, such as `.pt`.
     pub file_endings: &'static [&'static str],
@@ -75,14 +75,14 @@ pub struct Recognized {
     pub evidence: Evidence,
     /// The predicate of a sentence about the folder: `is a PyTorch DCP checkpoint`.
     pub description: String,
-    /// Why the checkpoint is not whole, as far as names and lengths tell.
+    /// Why the checkpoint is incomplete, by names and lengths.
     pub problem: Option<String>,
     /// The folder below this one that holds what is opened; `None` where that is this one.
     pub inner: Option<String>,
 }
 
 impl Recognized {
-    /// A folder that is whole as far as names tell.
+    /// A folder that is complete by its names.
     #[must_use]
     pub fn new(evidence: Evidence, description: impl Into<String>) -> Self {
         Self { evidence, description: description.into(), problem: None, inner: None }

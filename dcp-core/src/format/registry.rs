@@ -13,7 +13,7 @@ use crate::key::Key;
 use crate::metadata::CheckpointMetadata;
 use crate::storage::{Storage, StorageExt};
 
-/// Bytes of a file that tell its format.
+/// The first bytes of a file, which show its format.
 const HEAD_BYTES: u64 = 64;
 
 /// The formats that checkpoints are recognized and opened by.
@@ -139,9 +139,9 @@ impl FormatRegistry {
         let finds_index = |format: &Arc<dyn CheckpointFormat>| {
             format.recognize(&root).is_some_and(|found| found.evidence == Evidence::Index)
         };
-        let asked =
+        let requested =
             self.formats.iter().position(finds_index).map_or(self.formats.len(), |at| at + 1);
-        let peeks = self.formats.iter().take(asked).flat_map(|format| format.peeks(&root));
+        let peeks = self.formats.iter().take(requested).flat_map(|format| format.peeks(&root));
         let peeks = peeks.collect();
         listing.peek(&**storage, peeks).await?;
         Ok(Place::folder(storage, listing))
@@ -245,7 +245,7 @@ impl FormatRegistry {
         text
     }
 
-    /// Which checkpoint of a run is opened, by the first format that knows.
+    /// Selects the checkpoint of a run, by the first format that has a rule.
     ///
     /// # Errors
     ///

@@ -41,7 +41,7 @@ pub trait CheckpointTarget: fmt::Debug + Send + Sync {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WriterOptions {
-    /// Whether a checkpoint that is there is replaced. Otherwise it is an error.
+    /// Whether an existing checkpoint is replaced. Otherwise it is an error.
     pub overwrite: bool,
 }
 

@@ -44,7 +44,7 @@ pub trait StorageExt: Storage {
                         Some(key.clone()),
                     )
                     .with_message(format!(
-                        "bytes {}..{} were asked for, the object has {}",
+                        "bytes {}..{} were requested, the object has {}",
                         range.start, range.end, meta.byte_len
                     )));
                 }

@@ -43,7 +43,7 @@ pub struct ObjectMeta {
     pub key: Key,
     /// Its length in bytes.
     pub byte_len: u64,
-    /// The time of its last write, if the storage knows it.
+    /// The time of its last write, if the storage has it.
     pub modified: Option<SystemTime>,
     /// Its version, if the storage has versions.
     pub version: Option<Version>,

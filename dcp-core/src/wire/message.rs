@@ -64,12 +64,12 @@ impl MessageWriter {
         self.numbers(dims);
     }
 
-    /// Writes numbers whose count the receiver knows.
+    /// Writes numbers whose count the message does not contain.
     pub fn numbers(&mut self, numbers: &[u64]) {
         numbers.iter().for_each(|n| self.number(*n));
     }
 
-    /// Writes flags, eight per byte, whose count the receiver knows.
+    /// Writes flags, eight per byte, whose count the message does not contain.
     pub fn flags(&mut self, flags: &[bool]) {
         let byte =
             |bits: &[bool]| bits.iter().rev().fold(0, |byte, bit| byte << 1 | u8::from(*bit));

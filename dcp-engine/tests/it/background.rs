@@ -92,17 +92,17 @@ fn what_a_save_failed_with_unheard_the_next_start_returns_once() {
     let saver = BackgroundSaver::new(Saver::new());
     drop(saver.start(&sample(0, 1, 1), broken()).unwrap());
     // It may have ended by now; after another one it has.
-    let told = match saver.start(&sample(0, 1, 2), writer(&storage)) {
+    let error = match saver.start(&sample(0, 1, 2), writer(&storage)) {
         Err(error) => error,
         Ok(pending) => {
             wait(pending).unwrap();
             saver.start(&sample(0, 1, 3), writer(&storage)).unwrap_err()
         }
     };
-    let text = dcp_core::error::error_chain(&told);
-    assert!(matches!(told, CheckpointError::Background { .. }), "{text}");
+    let text = dcp_core::error::error_chain(&error);
+    assert!(matches!(error, CheckpointError::Background { .. }), "{text}");
     assert!(text.contains("the process is gone") && text.contains("not started"), "{text}");
-    assert!(matches!(told.kind(), FailureKind::Storage(_)), "{:?}", told.kind());
+    assert!(matches!(error.kind(), FailureKind::Storage(_)), "{:?}", error.kind());
     wait(saver.start(&sample(0, 1, 4), writer(&storage)).unwrap()).unwrap();
     assert!(holds_sample(&storage, 4));
     // Of a failure that was heard nothing is left.
@@ -116,7 +116,7 @@ fn ranks_that_heard_of_a_failure_do_not_wait_for_those_that_did_not() {
     let results = on_ranks(2, |rank, group| {
         let saver = BackgroundSaver::new(Saver::new().group(group));
         let failing = saver.start(&sample(rank, 2, 1), broken()).unwrap();
-        // Rank 0 hears of it; rank 1 begins the next save when it has ended, without asking.
+        // Rank 0 gets its error; rank 1 begins the next save when it has ended, without waiting.
         if rank == 0 {
             assert!(wait(failing).is_err());
         } else {

@@ -53,7 +53,7 @@ fn t01_one_failing_rank_fails_the_save_on_all() {
     }
 }
 
-/// A supervisor sees the same on every rank of real sockets, and knows whether to try again.
+/// A supervisor sees the same on every rank of real sockets, and whether to try again.
 #[test]
 fn the_kind_of_a_failure_travels_over_tcp() {
     for (kind, retryable) in [(StorageErrorKind::Full, false), (StorageErrorKind::Transient, true)]
@@ -153,7 +153,7 @@ fn a_value_that_cannot_be_saved_names_rank_and_key() {
     }
 }
 
-/// T8: PyTorch 2.15 picks one of several differing replicas without a word.
+/// T8: PyTorch 2.15 silently picks one of several differing replicas.
 #[test]
 fn t08_ranks_that_contradict_each_other_are_refused() {
     let storage = memory();
@@ -224,7 +224,7 @@ fn drop_a_save(group: Arc<dyn Collective>, storage: &Arc<dyn Storage>) {
 #[test]
 fn a_rank_that_loses_the_group_at_any_step_leaves_a_whole_checkpoint() {
     let (mut failed, mut committed) = (0, 0);
-    let mut told = HashSet::new();
+    let mut seen = HashSet::new();
     for failing in 0..3 {
         for operation in 1..=8 {
             let storage = memory();
@@ -242,7 +242,7 @@ fn a_rank_that_loses_the_group_at_any_step_leaves_a_whole_checkpoint() {
             let has_new = holds_sample(&storage, 2);
             for error in results.iter().filter_map(|result| result.as_ref().err()) {
                 let CheckpointError::Lost { phase, standing, .. } = error else { continue };
-                told.insert((*phase, standing.to_string()));
+                seen.insert((*phase, standing.to_string()));
                 let text = error.to_string();
                 match standing {
                     Standing::NotCommitted => assert!(!has_new, "{text}"),
@@ -267,7 +267,7 @@ fn a_rank_that_loses_the_group_at_any_step_leaves_a_whole_checkpoint() {
         (Phase::Commit, Standing::MayBeCommitted),
         (Phase::Commit, Standing::Committed),
     ] {
-        assert!(told.contains(&(phase, standing.to_string())), "{phase} {standing}: {told:?}");
+        assert!(seen.contains(&(phase, standing.to_string())), "{phase} {standing}: {seen:?}");
     }
 }
 

@@ -211,7 +211,7 @@ proptest! {
             .collect();
         all.sort_unstable();
         all.dedup();
-        // A rank alone reads as its reader does, what it wants twice twice.
+        // A rank alone reads as its reader does, what its plan has twice, twice.
         if boxes.len() > 1 {
             prop_assert_eq!(read.into_inner(), 4 * all.len() as u64, "each element once");
         }
@@ -282,7 +282,7 @@ fn when_a_rank_cannot_read_every_rank_has_the_same_error() {
                     true => Arc::new(Failing { inner: reader(&storage), metadata }) as _,
                     false => reader(&storage),
                 };
-                // Everybody wants everything, so that everybody has something to read.
+                // Each rank loads everything, so each has something to read.
                 load(group, &mut blank(0, 1), inner, exchange)
             });
             let errors: Vec<_> = results.into_iter().map(|r| r.unwrap_err().to_string()).collect();

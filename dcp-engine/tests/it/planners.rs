@@ -152,7 +152,7 @@ fn a_planner_that_is_not_true_to_the_state_is_refused_before_a_byte_is_written()
         (Lie::GlobalTwice, "twice"),
         (Lie::GlobalLost, "not written"),
     ];
-    for (lie, told) in lies {
+    for (lie, reported) in lies {
         let storage = memory();
         let saver = Saver::new().planner(Arc::new(Third { lie }));
         let saved = block_on(saver.save(&state(), &DcpWriter::new(Arc::clone(&storage))));
@@ -162,7 +162,7 @@ fn a_planner_that_is_not_true_to_the_state_is_refused_before_a_byte_is_written()
         };
         assert_eq!(planner, "Third");
         assert!(fqn.starts_with('w'), "{lie:?}: {error}");
-        assert!(error.to_string().contains(told), "{lie:?}: {error}");
+        assert!(error.to_string().contains(reported), "{lie:?}: {error}");
         let listed = futures_util::StreamExt::collect::<Vec<_>>(storage.list(None));
         assert!(block_on(listed).is_empty(), "{lie:?}");
     }

@@ -115,7 +115,7 @@ fn ranks_at_different_saves_are_refused() {
         let saver = Saver::new().group(Arc::clone(&group));
         let (writer, state) = (DcpWriter::new(Arc::clone(&place)), sample(rank, 2, 1));
         block_on(saver.save(&state, &writer)).unwrap();
-        // Rank 1 begins anew, as after a restart that the other rank knows nothing of.
+        // Rank 1 starts with an empty cache, as after a restart; the other rank does not.
         let saver = if rank == 1 { Saver::new().group(group) } else { saver };
         block_on(saver.save(&state, &writer))
     });

@@ -1,4 +1,4 @@
-//! What a check of a DCP checkpoint asks besides tensors and objects.
+//! Checks of a DCP checkpoint besides those of tensors and objects.
 
 use std::sync::Arc;
 

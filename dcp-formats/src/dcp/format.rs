@@ -83,7 +83,7 @@ impl DcpFiles {
         self.metadata || !self.ranks.is_empty()
     }
 
-    /// Why the checkpoint is not whole, as far as names tell.
+    /// Why the checkpoint is incomplete, by its names.
     #[must_use]
     pub fn problem(&self) -> Option<String> {
         if self.metadata {

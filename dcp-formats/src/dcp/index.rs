@@ -243,7 +243,7 @@ fn check_placements(
 ) -> Result<(), FormatError> {
     for (fqn, placement) in placements(metadata) {
         let Some(file) = metadata.file(placement.file) else {
-            let problem = format!("{fqn:?} lies in a file that has no name");
+            let problem = format!("{fqn:?} is in a file that has no name");
             return Err(FormatError::new("metadata", problem).in_file(METADATA, 0));
         };
         let Placement { byte_offset, byte_len, .. } = placement;

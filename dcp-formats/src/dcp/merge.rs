@@ -208,7 +208,7 @@ impl Merger {
         let encoding =
             part.encoding(&placement).and_then(|encoding| self.merged.intern_encoding(encoding));
         let (Some(file), Some(encoding)): (Option<FileId>, _) = (file, encoding) else {
-            let problem = "lies in a file or encoding that is not listed";
+            let problem = "is in a file or encoding that is not listed";
             return Err(Refused::Bad(problem.into()));
         };
         Ok(Placement { file, encoding, ..placement })

@@ -1,4 +1,4 @@
-//! What a check of a folder of safetensors files asks besides its tensors.
+//! Checks of a folder of safetensors files besides those of its tensors.
 
 use std::sync::Arc;
 

@@ -57,7 +57,7 @@ impl IndexFile {
                 Some(key) => key.clone(),
                 None => {
                     let key = Key::new(&file).map_err(|error| {
-                        bad(format!("{fqn:?} lies in {file:?}: {}", error.reason))
+                        bad(format!("{fqn:?} is in {file:?}: {}", error.reason))
                     })?;
                     names.insert(file, key.clone());
                     key

@@ -187,7 +187,7 @@ impl HfLayout {
                 for fqn in sizes.keys() {
                     let number = mapping.get(fqn).copied().filter(|number| *number > 0);
                     let number = number.ok_or_else(|| {
-                        bad(format!("{fqn:?} is given no file; files are counted from 1 on"))
+                        bad(format!("{fqn:?} has no file; files are counted from 1 on"))
                     })?;
                     numbers.insert(Arc::clone(fqn), number);
                 }
@@ -299,7 +299,7 @@ mod tests {
         assert_eq!(held(&plan), expected);
         for numbers in [&[1, 1][..], &[1, 0, 1]] {
             let error = mapping(numbers).plan(parts(&[1, 1, 1])).unwrap_err().to_string();
-            assert!(error.contains("is given no file"), "{error}");
+            assert!(error.contains("has no file"), "{error}");
         }
     }
 

@@ -18,7 +18,7 @@ pub fn check_chunks(tensor: &TensorEntry) -> Result<Option<String>, String> {
     for chunk in tensor.chunks.iter() {
         let region = chunk.region().map_err(|error| error.to_string())?;
         if !whole.contains(&region) {
-            return Err(format!("chunk {region} lies outside of shape {}", tensor.shape));
+            return Err(format!("chunk {region} is outside shape {}", tensor.shape));
         }
         held = held.saturating_add(region.volume());
         rows.push((chunk.offsets, chunk.sizes));

@@ -383,7 +383,7 @@ impl<'a> Machine<'a> {
     pub(super) fn build(&mut self, state: NodeId) -> Result<(), FormatError> {
         let target = self.top()?;
         let Node::Object(number) = *self.out.node(target) else {
-            return Err(self.cursor.bad("state is given to what has none"));
+            return Err(self.cursor.bad("BUILD sets state on a value without state"));
         };
         let object = self.out.objects.get_mut(number as usize);
         match object {
@@ -391,7 +391,7 @@ impl<'a> Machine<'a> {
                 object.state = Some(state);
                 Ok(())
             }
-            _ => Err(self.cursor.bad("state is given twice")),
+            _ => Err(self.cursor.bad("BUILD sets state twice")),
         }
     }
 }

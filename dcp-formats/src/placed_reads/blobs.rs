@@ -67,7 +67,7 @@ pub(super) fn group(
             let offsets = origin
                 .and_then(|(tensor, chunk)| tensor.chunks.get(chunk as usize))
                 .map_or(&[][..], |chunk| chunk.offsets);
-            needed = needed.saturating_add(blob.want(item, offsets)?);
+            needed = needed.saturating_add(blob.request(item, offsets)?);
         }
     }
     blobs.sort_by_key(|blob| (blob.placement.file, blob.placement.byte_offset));
@@ -115,7 +115,7 @@ impl Blob {
     }
 
     /// Adds an item. Returns its size in bytes.
-    fn want(&mut self, item: &ReadItem, offsets: &[u64]) -> Result<u64, CheckpointError> {
+    fn request(&mut self, item: &ReadItem, offsets: &[u64]) -> Result<u64, CheckpointError> {
         match (&mut self.content, &item.kind) {
             (Content::Tensor { dtype, sizes, targets }, ReadKind::Tensor { region, .. }) => {
                 let whole = Region::full(sizes.clone()).ok();

@@ -15,7 +15,7 @@ use crate::torch_tensor::{ByteOrder, stored};
 use crate::torch_zip::{Method, ParseStep, Record, Sparse};
 
 /// The magic number at the start of the stream, pickled with each protocol. PyTorch writes the
-/// first one unless `pickle_protocol` is given, and refuses protocol 0.
+/// first one unless `pickle_protocol` is set, and refuses protocol 0.
 const MAGICS: [&[u8]; 5] = [
     b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.",
     b"L119547037146038801333356L\n.",

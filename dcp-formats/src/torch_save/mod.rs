@@ -5,7 +5,7 @@
 //!
 //! [`write()`] writes one from [`TorchSaveItem`]s: nested dicts and lists as PyTorch's
 //! `dcp_to_torch_save` builds them, and for plain data and plain tensors the bytes that PyTorch
-//! 2.15 writes, except for the serialization id. It streams: a [`TorchSavePlan`] knows the length
+//! 2.15 writes, except for the serialization id. It streams: a [`TorchSavePlan`] computes the length
 //! of the file before the first byte, and reads each tensor from a
 //! [`DataSource`](dcp_core::checkpoint::DataSource) once, front to back. [`TorchSaveReader::again`]
 //! lays out a

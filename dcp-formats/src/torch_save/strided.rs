@@ -142,7 +142,7 @@ async fn pick(
 }
 
 fn outside() -> CheckpointError {
-    FormatError::new("tensor", "an element lies outside the storage").into()
+    FormatError::new("tensor", "an element is outside the storage").into()
 }
 
 /// A byte range of the storage, and the elements to take from it.

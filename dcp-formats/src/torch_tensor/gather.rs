@@ -60,7 +60,7 @@ impl TensorLayout {
                 _ => self.collect::<16>(storage, start, out),
             },
         }
-        .ok_or_else(|| bad("an element lies outside the storage"))?;
+        .ok_or_else(|| bad("an element is outside the storage"))?;
         self.evaluate(byte_order, out)
     }
 

@@ -153,8 +153,7 @@ fn rebuilt(
     Ok(Some(layout))
 }
 
-/// A tensor of storage, offset, sizes and strides. Its dtype is the storage's unless another is
-/// given.
+/// A tensor of storage, offset, sizes and strides. `dtype` replaces the storage's.
 fn strided(pickle: &Pickle<'_>, args: &[NodeId], dtype: Option<NodeId>) -> Option<TensorLayout> {
     let [storage, offset, sizes, strides] = args else { return None };
     let (class, storage, view_offset) = storage_ref(pickle, *storage)?;

@@ -429,7 +429,7 @@ fn find_zip64(blob: &Sparse<'_>, end_at: u64) -> Result<Option<(Directory, u64)>
     let at = u64_at(locator, 8).unwrap_or(u64::MAX);
     let after = at.checked_add(ZIP64_END_LEN).filter(|after| *after <= locator_at);
     let Some(after) = after else {
-        return Err(bad(locator_at, "the zip64 end record lies outside"));
+        return Err(bad(locator_at, "the zip64 end record is outside"));
     };
     let record = blob.need("the zip64 end record", at..after)?;
     let field = |at| u64_at(record, at).unwrap_or(u64::MAX);

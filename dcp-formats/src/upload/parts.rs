@@ -116,7 +116,7 @@ impl<'a> Parts<'a> {
             return Err(PlanError::Unsupported {
                 fqn: self.framing.name(self.position).to_owned(),
                 problem: format!(
-                    "bytes {done}..{end} of {byte_len} were asked for, the source gave {}",
+                    "bytes {done}..{end} of {byte_len} were requested, the source gave {}",
                     payload.len()
                 ),
             }

@@ -74,9 +74,9 @@ fn tensor_pickles_are_rebuilt_byte_for_byte() {
         let pickle = record(&index, &item.blob, "data.pkl");
         let layout = TensorLayout::from_pickle(&pickle).unwrap();
         assert_eq!(layout.to_pickle().unwrap(), pickle, "{} {}", item.fixture, item.fqn);
-        let anew = TensorLayout::contiguous(layout.dtype(), layout.sizes().clone());
-        if let Some(anew) = anew.ok().filter(|anew| *anew == layout) {
-            assert_eq!(anew.to_pickle().unwrap(), pickle, "{} {}", item.fixture, item.fqn);
+        let contiguous = TensorLayout::contiguous(layout.dtype(), layout.sizes().clone());
+        if let Some(contiguous) = contiguous.ok().filter(|contiguous| *contiguous == layout) {
+            assert_eq!(contiguous.to_pickle().unwrap(), pickle, "{} {}", item.fixture, item.fqn);
             row_major += 1;
         }
         rebuilt += 1;

@@ -57,7 +57,7 @@ impl Loaded {
     }
 }
 
-/// Takes items by the leaf they name; views are given out by the shard's region.
+/// Takes items by the leaf they name; views are returned by the shard's region.
 #[derive(Debug)]
 pub(crate) struct Sink {
     pub(crate) tensors: Vec<Option<Tensor>>,

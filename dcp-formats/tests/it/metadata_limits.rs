@@ -5,7 +5,7 @@ use dcp_core::{CheckpointMetadata, DType, Key};
 use dcp_formats::metadata::{Profile, decode, encode};
 use dcp_formats::pickle::{Limits, Pickle};
 
-/// An empty index, and a place in the one file that it knows.
+/// An empty index, and a place in its one file.
 fn one_place() -> (CheckpointMetadata, Option<Placement>) {
     let mut metadata = CheckpointMetadata::new();
     let file = metadata.intern_file(&Key::new("__0_0.distcp").unwrap()).unwrap();

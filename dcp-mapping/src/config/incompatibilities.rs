@@ -196,7 +196,7 @@ impl Mapping {
         Ok(Some(differs("moe_router_group_topk", &chosen.into(), &problem)))
     }
 
-    /// Whether `[config]` says what becomes of an argument.
+    /// Whether `[config]` maps an argument.
     fn speaks_of(&self, arg: &str) -> bool {
         let config = &self.config;
         config.fields.values().any(|known| known.strip_prefix('!').unwrap_or(known) == arg)

@@ -73,7 +73,7 @@ fn plain(value: &Py, depth: usize) -> Option<Value> {
 }
 
 impl Mapping {
-    /// What transformers' `config.json` tells of a model, by the names that Megatron has for it.
+    /// The facts in transformers' `config.json`, by the names that Megatron has for it.
     /// What it lacks is what transformers takes for it.
     ///
     /// # Errors
@@ -215,13 +215,13 @@ impl Mapping {
         }
     }
 
-    /// A `config.json` for a model of this family, as far as `facts` tell it: those of
-    /// [`Mapped`](crate::Mapped), which know what the shapes told.
+    /// A `config.json` for a model of this family, as far as `facts` has it: those of
+    /// [`Mapped`](crate::Mapped), which have the facts from shapes.
     ///
     /// # Errors
     ///
     /// [`MappingError::BadFact`] when transformers has no way to say what the arguments do,
-    /// [`MappingError::Unsaid`] when they do not tell what it has to say.
+    /// [`MappingError::Unsaid`] when they lack a required field.
     pub fn config_json(&self, facts: &Facts) -> Result<Value, MappingError> {
         let mut config = self.config.constants.clone();
         for (field, arg) in &self.config.fields {

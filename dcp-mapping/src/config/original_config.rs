@@ -9,7 +9,7 @@ use crate::mapping::Mapping;
 
 /// The fact, and the argument, that holds it.
 pub(crate) const OWN_CONFIG: &str = "hf_config";
-/// Fields that say what the files are, or where code lies that is not carried along.
+/// Fields that describe the files, or the place of code that is not copied.
 const NOT_CARRIED: &[&str] = &["auto_map", "quantization_config"];
 /// Fields that a mapping speaks of by something else than its tables.
 const SPOKEN: &[&str] = &[
@@ -28,7 +28,7 @@ const SPOKEN: &[&str] = &[
     "torch_dtype",
 ];
 
-/// Facts that a configuration may leave open, or tell by a name of its own.
+/// Facts that a configuration may omit, or have under another name.
 const TOLD_BY_TENSORS: &[&str] = &["ffn_hidden_size", "num_experts"];
 
 impl Facts {
@@ -46,7 +46,7 @@ impl Mapping {
         facts.get(OWN_CONFIG).filter(|_| is_own)?.as_object()
     }
 
-    /// Whether a configuration tells of the model the same as `made`, which is what would be
+    /// Whether a configuration describes the same model as `made`, which is what would be
     /// written without it.
     pub(crate) fn still_tells(
         &self,
@@ -54,16 +54,16 @@ impl Mapping {
         facts: &Facts,
         made: &Map<String, Value>,
     ) -> bool {
-        let told = |config: &Map<String, Value>| {
-            let (told, _) = self.read_config(&Value::Object(config.clone()), true).ok()?;
-            let mut told = told.values().clone();
+        let stated = |config: &Map<String, Value>| {
+            let (facts, _) = self.read_config(&Value::Object(config.clone()), true).ok()?;
+            let mut facts = facts.values().clone();
             // Transformers saves no layers for multi-token prediction, and says that there are some.
             for name in [OWN_CONFIG, "mtp_num_layers"] {
-                told.shift_remove(name);
+                facts.shift_remove(name);
             }
-            Some(told)
+            Some(facts)
         };
-        let (Some(before), Some(now)) = (told(own), told(made)) else { return false };
+        let (Some(before), Some(now)) = (stated(own), stated(made)) else { return false };
         before.iter().all(|(name, value)| now.get(name).is_some_and(|now| same(now, value)))
             && now
                 .keys()

@@ -43,7 +43,8 @@ impl Mapping {
                 facts.set("use_rope_scaling", true);
                 for (field, number) in llama3() {
                     if let Some(value) = scaling.get(field).filter(|value| !same(value, &number)) {
-                        let problem = format!("Megatron-Core knows no other number than {number}");
+                        let problem =
+                            format!("Megatron-Core supports no other number than {number}");
                         problems.push(differs(field, value, &problem));
                     }
                 }
@@ -122,8 +123,8 @@ impl Mapping {
             scaling.insert("factor".to_owned(), scale.into());
             scaling.extend(llama3().map(|(field, number)| {
                 // NeMo has them, Megatron-LM does not.
-                let told = facts.get(&format!("rope_{field}")).cloned();
-                (field.to_owned(), told.unwrap_or(number))
+                let stated = facts.get(&format!("rope_{field}")).cloned();
+                (field.to_owned(), stated.unwrap_or(number))
             }));
             config.insert("rope_scaling".to_owned(), Value::Object(scaling));
         }
@@ -169,7 +170,7 @@ impl Mapping {
     }
 }
 
-/// Megatron knows no other numbers than Llama 3.1's.
+/// Megatron supports no other numbers than Llama 3.1's.
 fn llama3() -> [(&'static str, Value); 3] {
     [
         ("low_freq_factor", json!(1.0)),
@@ -178,7 +179,7 @@ fn llama3() -> [(&'static str, Value); 3] {
     ]
 }
 
-/// What the fields of [`YARN`] are where nothing is said.
+/// The defaults of the fields of [`YARN`].
 fn yarn_usual() -> [Value; 5] {
     [json!(1.0), json!(0.0), json!(32), json!(1), json!(4096)]
 }

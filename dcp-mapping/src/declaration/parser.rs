@@ -121,7 +121,7 @@ enum Names {
     Several(Vec<String>),
 }
 
-/// Reads declarations and knows which line is where.
+/// Reads declarations and locates lines.
 struct Reader<'a> {
     text: &'a str,
     file: &'a str,

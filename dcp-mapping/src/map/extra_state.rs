@@ -7,7 +7,7 @@ use crate::map::options::LayerSpec;
 /// each cell of its `grid` of layers and experts; none where `tensor` is no such weight.
 ///
 /// Modules of Transformer Engine have them that local ones do not, and more or fewer with its
-/// version. One that no model asks for is not looked at.
+/// version. One that no model has is not read.
 pub(crate) fn extra_states(tensor: &str, grid: &[u64], spec: LayerSpec) -> Vec<String> {
     let Some(module) = tensor.strip_suffix(".weight") else { return Vec::new() };
     let (parent, name) = module.rsplit_once('.').unwrap_or(("", module));

@@ -34,7 +34,7 @@ pub struct Mapped {
     pub source: Source,
     /// What was done.
     pub report: MappingReport,
-    /// The facts, with what shapes told.
+    /// The facts, with those from shapes.
     pub facts: Facts,
 }
 
@@ -264,14 +264,14 @@ fn note_vocabulary(
     if trimmed.is_empty() && facts.vocab_size()?.is_none() {
         notes.push(
             "the vocabulary keeps all its rows, padding included if there is any: the arguments \
-             tell no size (vocab_size) that padding makes so many rows"
+             have no size (vocab_size) that padding makes so many rows"
                 .to_owned(),
         );
     }
     Ok(())
 }
 
-/// What only the tensors of a model tell, for the arguments of its Megatron checkpoint.
+/// Facts from the tensors of a model, for the arguments of its Megatron checkpoint.
 fn learn(
     facts: &mut Facts,
     mapping: &Mapping,

@@ -27,10 +27,10 @@ pub struct MapOptions {
     pub tying: Tying,
     /// More source tensors to leave out, as globs.
     pub drop: Vec<String>,
-    /// Whether source tensors that no rule knows are left out instead of refused.
+    /// Whether source tensors without a rule are left out instead of refused.
     pub allow_left_over: bool,
     /// Whether arguments that transformers cannot express are only noted: for a model that will be
-    /// opened with a `config.json` of its own, or because the caller knows it.
+    /// opened with a `config.json` of its own, or because the caller has it.
     pub ignore_arguments: bool,
     /// What the weights will be cast to behind the mapping, for the arguments and `config.json`; by
     /// default they say what the weights are.

@@ -304,7 +304,7 @@ impl<'a> Resolver<'a> {
         found: &mut Found,
         notes: &mut Vec<String>,
     ) -> Result<bool, MappingError> {
-        let told = self.facts.get_bool("untie_embeddings_and_output_weights").map(|untied| !untied);
+        let tied = self.facts.get_bool("untie_embeddings_and_output_weights").map(|untied| !untied);
         let stored = !found.is_empty();
         let source = |rule: &Rule| {
             let name = self.finder.slots(rule)[0].first().map_or_else(String::new, |t| t.text());
@@ -333,7 +333,7 @@ impl<'a> Resolver<'a> {
                 Ok(false)
             }
             (Tying::AsItIs, true)
-                if self.finder.direction == Direction::ToMegatron && told == Some(true) =>
+                if self.finder.direction == Direction::ToMegatron && tied == Some(true) =>
             {
                 notes.push(format!(
                     "{:?} is left out: the configuration ties it to the input embedding",
@@ -343,7 +343,7 @@ impl<'a> Resolver<'a> {
                 Ok(true)
             }
             (Tying::AsItIs, true) => Ok(false),
-            (Tying::AsItIs, false) if told == Some(false) => {
+            (Tying::AsItIs, false) if tied == Some(false) => {
                 let problem = format!(
                     "there is no {:?}, though the arguments say that input and output embeddings \
                      are not tied",

@@ -22,7 +22,7 @@ pub enum Recognition {
     Found {
         /// The family's name, for [`Mapping::builtin`].
         family: String,
-        /// What tells it.
+        /// The evidence.
         because: Vec<String>,
         /// Families whose weights look the same but of which nothing speaks for being them.
         alike: Vec<String>,
@@ -175,8 +175,8 @@ fn judge(mapping: &Mapping, shapes: &Shapes, facts: &Facts) -> Result<Vec<String
         }
     }
     if let Some(kind) = came_as {
-        let told = format!("the config.json that it came with is of a {kind}");
-        because.insert(0, told);
+        let reason = format!("the config.json that it came with is of a {kind}");
+        because.insert(0, reason);
     }
     if because.is_empty() {
         return Err("it says nothing of how to recognize it".to_owned());

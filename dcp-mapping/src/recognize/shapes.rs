@@ -32,7 +32,7 @@ const WIDTHS: &[(&str, &str, usize)] = &[
 ];
 
 impl Shapes {
-    /// Of a checkpoint under any of the prefixes that the mapping knows.
+    /// Of a checkpoint under any of the prefixes of the mapping.
     pub(crate) fn of(metadata: &CheckpointMetadata, mapping: &Mapping) -> Self {
         let marked = |prefix: &&String| {
             let below = |name: &str| {
@@ -113,8 +113,7 @@ impl Shapes {
         })
     }
 
-    /// Sets the facts that shapes tell and arguments did not, and makes sure of those that both
-    /// tell.
+    /// Sets the facts that shapes have and arguments do not, and compares those that both have.
     pub(crate) fn complete(&self, facts: &mut Facts) -> Result<(), MappingError> {
         if let Some(rows) = self.vocabulary() {
             facts.doubt_vocabulary(rows)?;
@@ -123,11 +122,11 @@ impl Shapes {
             self.get(&format!("{LAYERS}{name}")).and_then(|shape| shape.get(axis).copied())
         };
         for (name, tensor, axis) in WIDTHS {
-            let told = self.get(tensor).and_then(|shape| shape.get(*axis).copied());
-            if let (Some(told), Some(known)) = (told, facts.get_u64(name)?)
-                && told != known
+            let len = self.get(tensor).and_then(|shape| shape.get(*axis).copied());
+            if let (Some(len), Some(known)) = (len, facts.get_u64(name)?)
+                && len != known
             {
-                let problem = format!("{tensor} has {told} on its axis {axis}");
+                let problem = format!("{tensor} has {len} on its axis {axis}");
                 return Err(bad(name, &known.into(), &problem));
             }
         }

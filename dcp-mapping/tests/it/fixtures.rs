@@ -46,7 +46,7 @@ fn a_dense_model_of_two_by_two_ranks() {
     assert_eq!(hf["model.embed_tokens.weight"], *stored("embedding.word_embeddings.weight"));
     assert!(mapped.report.tied);
     assert_eq!(mapped.report.notes.len(), 1, "{:?}", mapped.report.notes);
-    // Nobody knows what else the model is.
+    // The arguments do not define the model.
     let error = mapping.config_json(&mapped.facts).unwrap_err().to_string();
     assert!(error.contains("max_position_embeddings, rms_norm_eps, rope_theta"), "{error}");
     let facts = mapped.facts.clone().with("max_position_embeddings", 64);

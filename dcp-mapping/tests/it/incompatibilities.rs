@@ -210,7 +210,7 @@ fn gpt2_has_the_gelu_that_it_was_trained_with() {
         assert_eq!(written(openai, fused).unwrap()["activation_function"], expected);
     }
     let error = written(json!(null), json!(null)).unwrap_err().to_string();
-    assert!(error.contains("do not tell activation_function"), "{error}");
+    assert!(error.contains("needs activation_function"), "{error}");
     let config = Model::config_with("gpt2", json!({ "activation_function": "gelu" }));
     let facts = mapping.facts_of_config(&config).unwrap();
     assert_eq!(facts.get("bias_gelu_fusion"), Some(&json!(false)));

@@ -234,7 +234,7 @@ fn a_configuration_that_is_there_tells_what_arguments_do_not() {
     let mapping = Mapping::builtin("llama").unwrap();
     let megatron = to_megatron(&model, &model.tensors(), &MapOptions::default()).unwrap();
     let mut args = megatron.facts.clone();
-    // As it is in runs whose tokenizer knows the size by itself.
+    // As it is in runs whose tokenizer has the size.
     args.set("vocab_size", serde_json::Value::Null);
     let config = mapping.facts_of_config(&model.config()).unwrap();
     let map = |facts: &Facts| {
@@ -262,7 +262,7 @@ fn a_configuration_that_is_there_tells_what_arguments_do_not() {
     args.clone().described_by(&config).unwrap();
     let error = args.with("vocab_size", 12).described_by(&config).unwrap_err().to_string();
     assert!(error.starts_with("vocab_size is 12") && error.contains("11"), "{error}");
-    // Where the arguments tell nothing, shapes do.
+    // Shapes fill in for missing arguments.
     let facts = Facts::new().described_by(&config.clone().with("ffn_hidden_size", 99)).unwrap();
     let mapped = to_hf_of(&megatron.source, &mapping, &facts, &MapOptions::default());
     let error = mapped.unwrap_err().to_string();

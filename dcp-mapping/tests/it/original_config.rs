@@ -179,7 +179,7 @@ fn biases_that_megatron_has_only_together() {
     assert!(back.report.notes.is_empty() || back.report.notes.len() == 1);
     let written = mapping.config_json(&back.facts).unwrap();
     assert_eq!((&written["attention_bias"], &written["mlp_bias"]), (&json!(true), &json!(true)));
-    // Arguments alone tell the same.
+    // Arguments alone give the same.
     let bare = mapped.facts.clone().with("hf_config", Value::Null);
     let back = to_hf_of(&mapped.source, &mapping, &bare, &MapOptions::default()).unwrap();
     assert_eq!(mapping.config_json(&back.facts).unwrap()["mlp_bias"], true);
@@ -213,8 +213,8 @@ fn yarn_goes_both_ways_without_latent_attention() {
         let bare = |facts: Facts| facts.with("hf_config", Value::Null);
         let written = back(&mapping, &mapped, bare);
         let facts = mapping.facts_of_config(&written).unwrap();
-        let told = mapping.facts_of_config(&config).unwrap();
-        for (name, value) in told.values().iter().filter(|(name, _)| *name != "hf_config") {
+        let expected = mapping.facts_of_config(&config).unwrap();
+        for (name, value) in expected.values().iter().filter(|(name, _)| *name != "hf_config") {
             let found = facts.get(name).unwrap_or_else(|| panic!("{family}: {name}"));
             assert_eq!(found.as_f64(), value.as_f64(), "{family}: {name}");
         }

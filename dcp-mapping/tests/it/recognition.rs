@@ -24,7 +24,7 @@ fn every_family_is_recognized_by_its_weights() {
         else {
             panic!("{model:?}")
         };
-        // Nothing but its window tells Mistral from Llama, and nothing at all Phi-3.
+        // Only its window distinguishes Mistral from Llama, and nothing Phi-3.
         let alike_llama = ["mistral", "phi3"].contains(&model.family);
         let expected = if alike_llama { "llama" } else { model.family };
         assert_eq!(family, expected, "{because:?}");

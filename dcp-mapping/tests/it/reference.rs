@@ -1,5 +1,5 @@
 //! What a Megatron checkpoint of a model holds, element by element: for every element of every
-//! tensor, the one of the transformers model that it is. Nothing here knows of the mappings.
+//! tensor, the one of the transformers model that it is. Nothing here uses the mappings.
 
 use crate::model::Model;
 use crate::support::{Tensor, Tensors};

@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use crate::error::MegatronError;
 
 /// The error as other ranks get it: of this rank, as text.
-pub(crate) fn told(group: &Group, phase: Phase, error: MegatronError) -> CheckpointError {
+pub(crate) fn reported(group: &Group, phase: Phase, error: MegatronError) -> CheckpointError {
     match error {
         MegatronError::Checkpoint(error) => error,
         error => {
@@ -31,7 +31,7 @@ pub(crate) async fn all<T>(
     if group.context().world_size == 1 {
         return mine;
     }
-    let mine = mine.map_err(|error| told(group, phase, error));
+    let mine = mine.map_err(|error| reported(group, phase, error));
     Ok(group.all_succeed(phase, mine).await?)
 }
 
@@ -46,7 +46,7 @@ pub(crate) async fn offers<K>(
     Ok((group.gather(phase, mine).await?, kept))
 }
 
-/// Tells all ranks what the coordinator found, which alone passes `Some`.
+/// Broadcasts the result of the coordinator, which alone passes `Some`.
 pub(crate) async fn verdict<T: Serialize + DeserializeOwned>(
     group: &Group,
     phase: Phase,
@@ -54,7 +54,7 @@ pub(crate) async fn verdict<T: Serialize + DeserializeOwned>(
 ) -> Result<T, MegatronError> {
     let found = match found {
         Some(found) if group.context().world_size == 1 => return found,
-        Some(Err(error)) => Some(Err(told(group, phase, error))),
+        Some(Err(error)) => Some(Err(reported(group, phase, error))),
         Some(Ok(found)) => Some(Ok((found, ()))),
         None => None,
     };

@@ -35,7 +35,7 @@ struct Manifest {
 /// removed, with a `metadata.json` of these contents, whatever is there now. The hashes that are
 /// `known` are not made again.
 ///
-/// Every file is read from the storage, so the manifest tells what is stored, not what was sent.
+/// Every file is read from the storage, so the manifest describes the stored bytes, not the sent ones.
 pub(crate) async fn manifest(
     storage: &dyn Storage,
     stale: &HashSet<Key>,

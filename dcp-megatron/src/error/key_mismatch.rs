@@ -10,9 +10,9 @@ use dcp_core::text::Quoted;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KeyMismatch {
-    /// Stored, and asked for by no rank.
+    /// Stored, and requested by no rank.
     pub missing: BTreeSet<Arc<str>>,
-    /// Asked for by this rank, and not stored.
+    /// Requested by this rank, and not stored.
     pub unexpected: BTreeSet<Arc<str>>,
 }
 
@@ -29,8 +29,8 @@ impl fmt::Display for KeyMismatch {
         const SHOWN: usize = 32;
         let mut separator = "request and checkpoint have different keys: ";
         for (keys, what) in [
-            (&self.unexpected, "asked for but not in the checkpoint"),
-            (&self.missing, "in the checkpoint but asked for by no rank"),
+            (&self.unexpected, "requested but not in the checkpoint"),
+            (&self.missing, "in the checkpoint but requested by no rank"),
         ] {
             if keys.is_empty() {
                 continue;

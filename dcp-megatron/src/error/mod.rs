@@ -111,7 +111,7 @@ pub enum MegatronError {
     /// Ranks that load together have opened different checkpoints.
     #[error(
         "rank {rank} sees another checkpoint than rank 0: {differs}; all ranks have to load from \
-         the same place, which nobody may change meanwhile", differs = Message(.differs))]
+         the same place, which must not change meanwhile", differs = Message(.differs))]
     OtherCheckpoint {
         /// The first rank that does.
         rank: Rank,
@@ -136,12 +136,12 @@ pub enum MegatronError {
     },
     /// A [`SaveDistribution`](crate::parallel::SaveDistribution) that does not cover every shard.
     #[error(
-        "the distribution says of {told} shards whether this rank writes them, but the rank has a \
+        "the distribution decides on {decided} shards of this rank, but the rank has a \
          state of {shards} shards; it has to say so of each of them, in their order"
     )]
     Distribution {
         /// How many shards it covers.
-        told: usize,
+        decided: usize,
         /// How many there are.
         shards: usize,
     },

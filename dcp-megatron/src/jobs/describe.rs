@@ -34,7 +34,7 @@ pub struct Description {
     /// How the model is divided among ranks, as the files have it.
     pub parallel: ParallelSizes,
     /// What the arguments say of it, where that is something else: they are those of the run that
-    /// saved the model, and stay as they are when it is divided anew.
+    /// saved the model, and stay as they are when it is resharded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parallel_of_args: Option<ParallelSizes>,
     /// The stacks of layers, by the name that their keys begin with, such as `decoder.layers`.
@@ -51,7 +51,7 @@ pub struct Description {
     pub warnings: Vec<String>,
 }
 
-/// How a model is divided among ranks; `None` where nothing tells.
+/// How a model is divided among ranks; `None` where it is unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct ParallelSizes {

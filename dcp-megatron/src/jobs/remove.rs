@@ -96,7 +96,7 @@ pub async fn remove_sharded_tensors(
             removed.entries.push(Arc::clone(fqn));
         } else {
             let kept = again(&old, entry, &mut new).ok_or_else(|| {
-                refuse(format!("{fqn:?} lies in a file that the index does not name"))
+                refuse(format!("{fqn:?} is in a file that the index does not name"))
             })?;
             new.insert(Arc::clone(fqn), kept);
         }

@@ -33,14 +33,14 @@ const OBJECTS_BYTES_MAX: u64 = 1 << 30;
 /// it is stored in, else whole. Optimizer state goes with its parameter, objects with their layer
 /// or rank.
 ///
-/// The common state is the writer's, if it was given one, else the source's own: the entry
+/// The common state is the writer's, if it has one, else the source's own: the entry
 /// [`COMMON_STATE`]. It is taken over as it is: arguments in it go on to say how the run that
 /// saved it was laid out, as the random states among the objects do, which Megatron-LM passes
 /// over where the two layouts differ. With the sizes of `layout` in the arguments it would ask for
 /// random states and rerun states of ranks that never were. With [`MegatronForm::CommonFile`]
 /// arguments of classes that some version since 0.6 does not load are written as plain values, and
 /// [`ConversionReport::replaced`] names them. An object that has no place in a grid becomes one of a grid of
-/// one, `name/shard_0_1`, a list of one, which is how Megatron-Core knows objects. Objects that a
+/// one, `name/shard_0_1`, a list of one, which is how Megatron-Core names objects. Objects that a
 /// file of `torch.save` keeps in parts are put together.
 ///
 /// No tensor is held in memory as a whole, objects that are not Megatron-Core's own are, up to 1 GiB
@@ -132,7 +132,7 @@ async fn nested(
     if keys.is_empty() {
         return Ok(Dict::new());
     }
-    // The file itself knows more than the names of the parts: empty containers, and keys that are
+    // The file itself has more than the names of the parts: empty containers, and keys that are
     // no text.
     if let Some(reader) = source.save_reader()
         && let Some(values) = reader.values(|key| keys.iter().any(|known| &***known == key)).await?

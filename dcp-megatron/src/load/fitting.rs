@@ -17,8 +17,8 @@ use dcp_core::{
 use dcp_planner::DefaultLoadPlanner;
 use tokio::sync::OnceCell;
 
-/// A reader whose tensors have the requested dtypes. It is made when the index is, so that
-/// a cast that cannot be made ends the load on all ranks.
+/// A reader whose tensors have the requested dtypes. It is created with the index, so that
+/// an impossible cast fails the load on all ranks.
 pub(crate) struct Fitted {
     inner: Arc<dyn StorageReader>,
     casts: BTreeMap<Arc<str>, DType>,
@@ -70,7 +70,7 @@ impl StorageReader for Fitted {
     }
 }
 
-/// A reader that clears memory before it reads: what of it is not stored is zero then.
+/// A reader that clears memory before it reads: elements that are not stored become zero.
 #[derive(Debug)]
 pub(crate) struct Cleared {
     inner: Arc<dyn StorageReader>,
@@ -106,9 +106,9 @@ impl StorageReader for Cleared {
         plan: &LoadPlan,
         sink: Arc<dyn DataSink>,
     ) -> Result<ReadReport, CheckpointError> {
-        // Only now is it known that all ranks go on.
+        // From here on all ranks continue.
         if let Err(error) = self.clear() {
-            // Where ranks share what they read, the others wait for this one to take part.
+            // Ranks that share reads wait for this one.
             let nothing = LoadPlan::default();
             return self.inner.read(metadata, &nothing, sink).await.and(Err(error));
         }
@@ -116,7 +116,7 @@ impl StorageReader for Cleared {
     }
 }
 
-/// Plans loads, of some tensors only the elements that stored and wanted shape have in common.
+/// Plans loads; of some tensors only the elements that the stored and the requested shape share.
 #[derive(Debug)]
 pub(crate) struct Clip {
     allowed: HashSet<Arc<str>>,

@@ -10,25 +10,25 @@ use crate::sharded::{
     build, leaves_of, sharded_leaves,
 };
 
-/// What a rank asks for.
+/// What a rank requests.
 #[derive(Debug, Default)]
 pub(crate) struct ToLoad {
-    /// Tensors and objects, those that factories built too, and what is put back as it is.
+    /// Tensors and objects, those of factories too, and local values.
     pub(crate) tree: ShardedStateDict,
-    /// Which factories built a part of the tree, and which.
+    /// The factories, each with its part of the tree.
     pub(crate) factories: Vec<Placed>,
-    /// Keys that were asked for and are not stored.
+    /// Keys that were requested and are not stored.
     pub(crate) unexpected: BTreeSet<Arc<str>>,
-    /// Keys that are stored and were asked for, but only by factories of which another part is
+    /// Keys that are stored and were requested, but only by factories of which another part is
     /// not.
     pub(crate) left_out: BTreeSet<Arc<str>>,
 }
 
-/// Takes out of a request what is not loaded, which is plain values, and what is not `stored`
-/// where that is given, a factory as a whole; builds the factories that stay.
+/// Removes plain values from a request and, with `stored`, leaves that are not stored, a factory as
+/// a whole. Builds the other factories.
 ///
-/// A list closes up over what is taken out of it. So factories are placed where they come to lie,
-/// not where they were: merging one at its old place would overwrite what moved there.
+/// A list closes up over removed elements. So a factory gets its new place: merging it at its old
+/// one would overwrite the element that moved there.
 pub(crate) fn to_load(
     request: &ShardedStateDict,
     stored: Option<&CheckpointMetadata>,
@@ -61,7 +61,7 @@ fn key_of(leaf: ShardedLeaf<'_>) -> &Arc<str> {
 
 struct Walk<'a> {
     stored: Option<&'a CheckpointMetadata>,
-    /// Where the next value comes to lie.
+    /// The place of the next value.
     path: Vec<Step>,
     wanted: ToLoad,
 }

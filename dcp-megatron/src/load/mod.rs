@@ -40,10 +40,10 @@ use crate::sharded::{
     check_merge, merge, sharded_leaves, validate_sharding_integrity,
 };
 
-/// Puts something between a checkpoint and the load.
+/// Wraps the reader of a checkpoint.
 type Wrap = dyn Fn(Arc<dyn StorageReader>) -> Arc<dyn StorageReader> + Send + Sync;
 
-/// How a checkpoint is loaded. Every rank passes the same, but for the group's own rank.
+/// Options of a load, the same on every rank except for the group's own rank.
 #[derive(Clone, Default)]
 pub struct MegatronLoadOptions {
     group: Option<Arc<dyn Collective>>,
@@ -65,25 +65,25 @@ impl MegatronLoadOptions {
         Self::default()
     }
 
-    /// Loads together with the other ranks of `group`; rank 0 coordinates. It alone reads what
-    /// opens the checkpoint, such as its index, and sends the result to the others, which only check whether they
-    /// see the same files: of the same length and, where the storage knows it, age. A rank that
-    /// does not reads for itself.
+    /// Loads together with the other ranks of `group`; rank 0 coordinates. It alone reads
+    /// the files that open the checkpoint, such as its index, and broadcasts them. The others check
+    /// that their files have the same length and, where the storage has it, age. A rank with other
+    /// files reads them itself.
     #[must_use]
     pub fn group(mut self, group: Arc<dyn Collective>) -> Self {
         self.group = Some(group);
         self
     }
 
-    /// What to do about keys on one side only.
+    /// The treatment of keys on one side only.
     #[must_use]
     pub fn strict(mut self, strict: StrictHandling) -> Self {
         self.strict = strict;
         self
     }
 
-    /// Whether it is checked that what all ranks ask for makes whole tensors (the default). Turn
-    /// it off to load parts.
+    /// Whether the requests of all ranks must make whole tensors (the default). Turn it off to load
+    /// parts.
     #[must_use]
     pub fn validate_access_integrity(mut self, validate: bool) -> Self {
         self.skip_validation = !validate;
@@ -98,9 +98,9 @@ impl MegatronLoadOptions {
         self
     }
 
-    /// Whether, of the folder of a run, the last complete checkpoint is loaded when the one that
-    /// the tracker names is not there or not finished. Otherwise, which is the default, that is
-    /// [`MegatronError::TrackedAbsent`]. [`Loaded::which`] says what was loaded.
+    /// Whether a load from the folder of a run falls back to the last complete checkpoint when the
+    /// one in the tracker is missing or incomplete. By default that is
+    /// [`MegatronError::TrackedAbsent`]. [`Loaded::which`] names the loaded one.
     #[must_use]
     pub fn fall_back(mut self, fall_back: bool) -> Self {
         self.fall_back = fall_back;
@@ -108,16 +108,17 @@ impl MegatronLoadOptions {
     }
 
     /// Whether every file is compared with `integrity.json` first (Megatron-Core 0.17.1 and later
-    /// write it when asked to; [`MegatronSaveOptions::integrity`](crate::MegatronSaveOptions::integrity)). Rank 0
-    /// reads all files for it while the others wait. A checkpoint without a manifest is then
-    /// [`MegatronError::Damaged`], as one of other contents is.
+    /// write it by an option;
+    /// [`MegatronSaveOptions::integrity`](crate::MegatronSaveOptions::integrity)). Rank 0
+    /// reads all files for it while the others wait. A checkpoint without a manifest then
+    /// fails with [`MegatronError::Damaged`], as one of other contents does.
     #[must_use]
     pub fn verify_integrity(mut self, verify: bool) -> Self {
         self.verify_integrity = verify;
         self
     }
 
-    /// What opens which backend, whatever the options by which the checkpoint is opened say.
+    /// The strategies of backends; they override those of [`open_options`](Self::open_options).
     #[must_use]
     #[doc(alias = "sharded_strategy")]
     pub fn strategies(mut self, strategies: Strategies) -> Self {
@@ -125,15 +126,14 @@ impl MegatronLoadOptions {
         self
     }
 
-    /// How the checkpoint is opened, such as a damaged one.
+    /// Options of opening, such as for a damaged checkpoint.
     #[must_use]
     pub fn open_options(mut self, open: MegatronOpenOptions) -> Self {
         self.open = open;
         self
     }
 
-    /// Reads through what `wrap` makes of the checkpoint's reader, such as one whose ranks share
-    /// what they read. Ranks whose readers wait for each other have to be of one
+    /// Wraps the checkpoint's reader with `wrap`, such as to share reads among ranks. Ranks whose readers wait for each other have to be of one
     /// [`group`](Self::group), which lets none of them read alone.
     #[must_use]
     #[doc(alias = "FullyParallelLoadStrategyWrapper")]
@@ -146,50 +146,50 @@ impl MegatronLoadOptions {
     }
 }
 
-/// What a load brought.
+/// The result of a load.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Loaded {
     /// The common state of the checkpoint, all of it, with what was requested: local tensors,
-    /// objects, what factories made, and local objects.
+    /// objects, merged factories, and local objects.
     pub state: Dict,
-    /// Which checkpoint was loaded of the run whose folder was given.
+    /// The loaded checkpoint, for the folder of a run.
     pub which: Option<Tracked>,
-    /// What is odd about the checkpoint but did not keep it from being loaded.
+    /// Warnings about the checkpoint.
     pub warnings: Vec<String>,
-    /// What is wrong with it and was overlooked because it was opened tolerantly.
+    /// Damage that the tolerant mode skipped.
     pub damage: Vec<String>,
-    /// Stored keys that no rank asked for; with [`StrictHandling::ReturnAll`], and an empty set
+    /// Stored keys that no rank requested; with [`StrictHandling::ReturnAll`], and an empty set
     /// with [`StrictHandling::ReturnUnexpected`].
     pub missing: Option<BTreeSet<Arc<str>>>,
-    /// Keys that this rank asked for and that are not stored; with
+    /// Keys that this rank requested and that are not stored; with
     /// [`StrictHandling::ReturnAll`] and [`StrictHandling::ReturnUnexpected`].
     pub unexpected: Option<BTreeSet<Arc<str>>>,
-    /// Keys that are stored and that this rank asked for in vain: as parts of factories that were
+    /// Keys that are stored and that this rank requested but did not get: as parts of factories that were
     /// left out as a whole, because other parts of them are not stored.
     pub left_out: BTreeSet<Arc<str>>,
-    /// Tensors of this rank that were cast: key, stored type, type asked for.
+    /// Tensors of this rank that were cast: key, stored type, requested type.
     pub casts: Vec<(Arc<str>, DType, DType)>,
-    /// Tensors of this rank that are stored in another shape, which was allowed: key, stored
-    /// shape, shape asked for. What is not stored is zero.
+    /// Tensors of this rank that are stored in another shape, as allowed: key, stored
+    /// shape, requested shape. Elements that are not stored are zero.
     pub reshaped: Vec<(Arc<str>, Dims, Dims)>,
-    /// How the tensors and objects that this rank asked for differ from what is stored.
+    /// How the tensors and objects that this rank requested differ from what is stored.
     pub report: LoadReport,
-    /// What was read.
+    /// The bytes and items of the reads.
     pub read: ReadReport,
 }
 
-/// Loads what each rank asks for from the checkpoint in `storage`, in the ranks' present layout.
+/// Loads what each rank requests from the checkpoint in `storage`, in the ranks' present layout.
 ///
-/// `request` is the state dict to load: tensors with memory are filled in place, without get new memory;
+/// `request` is the state dict to load: tensors with memory are filled in place, others get new memory;
 /// objects come by their unique key; factories merge; local objects are put back; plain values are
 /// ignored. The result has all of the checkpoint's common state. In the folder of a run, rank 0
-/// looks which checkpoint the tracker names, and all ranks load that one.
+/// reads the tracker, and all ranks load its checkpoint.
 ///
 /// # Errors
 ///
 /// The same on all ranks, before any memory is touched: [`MegatronError::TrackedAbsent`],
-/// [`MegatronError::Damaged`] and [`MegatronError::OtherCheckpoint`], in a group in words;
+/// [`MegatronError::Damaged`] and [`MegatronError::OtherCheckpoint`], in a group as a message;
 /// [`MegatronError::Keys`] when the strict handling says so; then [`MegatronError::Integrity`]
 /// when all requests together do not make whole tensors;
 /// [`CheckpointError::Mismatch`](dcp_core::CheckpointError::Mismatch) when something is not stored
@@ -245,24 +245,24 @@ pub async fn load(
     })
 }
 
-/// What all ranks have agreed to load.
+/// The load that all ranks agreed on.
 struct Agreed {
     own: Own,
     keys: KeyMismatch,
     casts: BTreeMap<Arc<str>, DType>,
 }
 
-/// What a rank has found out on its own.
+/// The findings of one rank.
 struct Own {
     opened: Opened,
     stored: Arc<CheckpointMetadata>,
     wanted: ToLoad,
     request: Request,
-    /// Key, stored type, type asked for.
+    /// Key, stored type, type requested.
     casts: Vec<(Arc<str>, DType, DType)>,
 }
 
-/// What a rank tells the coordinator, in front of its description.
+/// A rank's message to the coordinator, in front of its description.
 #[derive(Debug, Serialize, Deserialize)]
 struct Offer {
     which: Option<Tracked>,
@@ -275,7 +275,7 @@ struct Offer {
     casts: Vec<(Arc<str>, usize)>,
 }
 
-/// What the coordinator found.
+/// The findings of the coordinator.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Verdict {
     integrity: Option<IntegrityError>,
@@ -367,7 +367,7 @@ fn own(
     Ok((message.into(), own))
 }
 
-/// What the coordinator makes of all ranks' requests.
+/// Merges all ranks' requests on the coordinator.
 fn judge(
     offers: &[Bytes],
     stored: &CheckpointMetadata,
@@ -399,7 +399,7 @@ fn judge(
             if first != code && conflict.is_none() {
                 let name = |code: usize| DType::ALL.get(code).map_or("unknown", |d| d.name());
                 let problem = format!(
-                    "rank {rank} asks for it as {}, another rank as {}; all must ask for the same",
+                    "rank {rank} requests it as {}, another rank as {}; all must request the same",
                     name(code),
                     name(first)
                 );
@@ -425,7 +425,7 @@ fn judge(
             .collect();
         verdict.missing = stored.into_iter().collect();
     }
-    // A misspelled key is why its shards do not make a whole tensor, so it is said first.
+    // A misspelled key makes incomplete tensors too, so it is reported first.
     let differ = !verdict.unexpected.is_empty() || !verdict.missing.is_empty();
     if options.strict.raises() && differ {
         return Ok(verdict);
@@ -452,7 +452,7 @@ fn wire(problem: &dyn fmt::Display) -> PlanError {
 }
 
 impl Own {
-    /// The result, when the request's memory is filled.
+    /// The result, after the request's memory is filled.
     fn into_state(self) -> Result<Dict, MegatronError> {
         let Self { opened, wanted, request, .. } = self;
         let mut state = opened.common;
@@ -463,7 +463,7 @@ impl Own {
 }
 
 impl Opened {
-    /// Logs what should not go unseen: what all ranks see only once.
+    /// Logs warnings, those of all ranks only once.
     fn report(&self, coordinates: bool) {
         for warning in self.warnings.iter().filter(|_| coordinates) {
             tracing::warn!(which = ?self.which, "{warning}");

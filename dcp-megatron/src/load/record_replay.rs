@@ -1,10 +1,10 @@
 //! One rank's reads on opening, replayed on all others: a storage that records reads, and one that
 //! replays the recording.
 //!
-//! Whatever opens a checkpoint asks for the same on every rank, so this serves every format, and
-//! the strategies of plug-ins. What others were told is only believed where a rank's own look at
-//! the files says that they are the same; otherwise it reads what it sees, and the load finds out
-//! that ranks see different checkpoints.
+//! Opening a checkpoint makes the same requests on every rank, so this serves every format, and the
+//! strategies of plug-ins. A rank replays a recording only if the length, age and version of each
+//! recorded file are the same in its own storage. Otherwise it reads the files itself, and the load
+//! reports that ranks see different checkpoints.
 
 use std::collections::{BTreeMap, HashMap};
 use std::pin::Pin;
@@ -30,9 +30,9 @@ use crate::error::MegatronError;
 use crate::open::checkpoint::MegatronOpenOptions;
 use crate::open::strategy::{Opened, Strategies};
 
-/// Of more bytes than this no notes are taken: other ranks read them themselves.
+/// The maximum bytes of a recording. Other ranks read what is beyond it themselves.
 const BYTES_MAX: u64 = 1 << 30;
-/// Of longer listings neither.
+/// The maximum entries of a recorded listing.
 const LISTED_MAX: usize = 1 << 20;
 
 /// A checkpoint that was opened, and its index.
@@ -58,32 +58,32 @@ pub(crate) async fn open(
         return Ok(indexed(storage).await);
     }
     if context.rank != 0 {
-        let notes = Notes::from_wire(&group.broadcast(Phase::Open, 0, None).await?);
-        let notes = match notes {
-            Ok(notes) => notes,
+        let recording = Recording::from_wire(&group.broadcast(Phase::Open, 0, None).await?);
+        let recording = match recording {
+            Ok(recording) => recording,
             Err(error) => return Ok(Err(error.into())),
         };
-        if !notes.hold(&**storage).await {
+        if !recording.hold(&**storage).await {
             return Ok(indexed(storage).await);
         }
-        let told = Told::new(storage, Mode::Tell(Arc::new(notes)));
-        let opened = indexed(&(Arc::clone(&told) as _)).await;
-        told.finish();
+        let recorded = RecordedStorage::new(storage, Mode::Replay(Arc::new(recording)));
+        let opened = indexed(&(Arc::clone(&recorded) as _)).await;
+        recorded.finish();
         return Ok(opened);
     }
-    let told = Told::new(storage, Mode::Note(Notes::default()));
-    let opened = indexed(&(Arc::clone(&told) as _)).await;
-    let (notes, opened) = match opened {
-        Ok(opened) => (told.finish().to_wire().map_err(Into::into), Some(opened)),
-        Err(error) => (Err(agreement::told(group, Phase::Open, error)), None),
+    let recorded = RecordedStorage::new(storage, Mode::Record(Recording::default()));
+    let opened = indexed(&(Arc::clone(&recorded) as _)).await;
+    let (recording, opened) = match opened {
+        Ok(opened) => (recorded.finish().to_wire().map_err(Into::into), Some(opened)),
+        Err(error) => (Err(agreement::reported(group, Phase::Open, error)), None),
     };
-    group.broadcast(Phase::Open, 0, Some(notes)).await?;
+    group.broadcast(Phase::Open, 0, Some(recording)).await?;
     Ok(opened.ok_or_else(|| group.unanswered().into()))
 }
 
-/// A request to a storage, and its result.
+/// Requests to a storage, and their results.
 #[derive(Debug, Default)]
-struct Notes {
+struct Recording {
     /// `None` where there is no such object.
     stats: BTreeMap<Key, Option<ObjectMeta>>,
     /// Parts of objects: where each begins, and its bytes.
@@ -107,18 +107,17 @@ struct Wire {
     folders: Vec<(Option<String>, Vec<Object>, Vec<String>)>,
 }
 
-impl Notes {
-    /// Whether the files that were read are what this rank sees, too, as far as length, age and
-    /// version tell.
+impl Recording {
+    /// Whether the recorded files have the same length, age and version in this rank's storage.
     async fn hold(&self, storage: &dyn Storage) -> bool {
         let listed = self.listed();
         let same = |key: &Key| {
-            let noted = self.stats.get(key).and_then(Option::as_ref);
-            let noted = noted.or_else(|| listed.get(key).copied()).cloned();
+            let recorded = self.stats.get(key).and_then(Option::as_ref);
+            let recorded = recorded.or_else(|| listed.get(key).copied()).cloned();
             let key = key.clone();
             async move {
-                let Some(noted) = noted else { return false };
-                storage.stat(&key).await.is_ok_and(|seen| is_same(&noted, &seen))
+                let Some(recorded) = recorded else { return false };
+                storage.stat(&key).await.is_ok_and(|seen| is_same(&recorded, &seen))
             }
         };
         let parallelism = storage.capabilities().parallelism.max(1);
@@ -131,7 +130,7 @@ impl Notes {
         true
     }
 
-    /// The objects of noted listings.
+    /// The objects of recorded listings.
     fn listed(&self) -> HashMap<&Key, &ObjectMeta> {
         let in_folders = self.folders.values().flatten().filter_map(|entry| match entry {
             FolderEntry::Object(meta) => Some(meta),
@@ -141,14 +140,14 @@ impl Notes {
         all.map(|meta| (&meta.key, meta)).collect()
     }
 
-    /// The bytes of an object that were noted.
+    /// The bytes of an object that were recorded.
     fn bytes(&self, key: &Key, offset: u64, len: usize) -> Option<&[u8]> {
         let (start, bytes) = self.ranges.get(key)?.range(..=offset).next_back()?;
         let from = usize::try_from(offset.checked_sub(*start)?).ok()?;
         bytes.get(from..from.checked_add(len)?)
     }
 
-    fn note(&mut self, key: &Key, offset: u64, bytes: &[u8]) {
+    fn record(&mut self, key: &Key, offset: u64, bytes: &[u8]) {
         let byte_len = self.byte_len.saturating_add(bytes.len() as u64);
         if byte_len <= BYTES_MAX && self.bytes(key, offset, bytes.len()).is_none() {
             self.byte_len = byte_len;
@@ -203,46 +202,46 @@ impl Notes {
         let (head, data) = rest.split_at_checked(len).ok_or_else(short)?;
         let Wire { stats, absent, ranges, lists, folders } =
             serde_json::from_slice(head).map_err(|error| bad(&error))?;
-        let mut notes = Self::default();
+        let mut recording = Self::default();
         for meta in stats {
             let meta = seen(meta)?;
-            notes.stats.insert(meta.key.clone(), Some(meta));
+            recording.stats.insert(meta.key.clone(), Some(meta));
         }
         for name in absent {
-            notes.stats.insert(key(name)?, None);
+            recording.stats.insert(key(name)?, None);
         }
         let mut data = message.slice_ref(data);
         for (name, at, len) in ranges {
             let len = usize::try_from(len).ok().filter(|len| *len <= data.len());
             let bytes = data.split_to(len.ok_or_else(short)?);
-            notes.ranges.entry(key(name)?).or_default().insert(at, bytes);
+            recording.ranges.entry(key(name)?).or_default().insert(at, bytes);
         }
         for (prefix, listed) in lists {
             let listed = listed.into_iter().map(seen).collect::<Result<_, _>>()?;
-            notes.lists.insert(prefix.map(key).transpose()?, listed);
+            recording.lists.insert(prefix.map(key).transpose()?, listed);
         }
         for (folder, objects, folders) in folders {
             let objects = objects.into_iter().map(|one| Ok(FolderEntry::Object(seen(one)?)));
             let folders = folders.into_iter().map(|one| Ok(FolderEntry::Folder(key(one)?)));
             let listed = objects.chain(folders).collect::<Result<_, PlanError>>()?;
-            notes.folders.insert(folder.map(key).transpose()?, listed);
+            recording.folders.insert(folder.map(key).transpose()?, listed);
         }
-        Ok(notes)
+        Ok(recording)
     }
 }
 
 /// Whether two descriptions are of one object. Ages in listings of a store have milliseconds, those
 /// in its other answers whole seconds.
-fn is_same(noted: &ObjectMeta, seen: &ObjectMeta) -> bool {
+fn is_same(recorded: &ObjectMeta, seen: &ObjectMeta) -> bool {
     let age = |meta: &ObjectMeta| meta.modified?.duration_since(SystemTime::UNIX_EPOCH).ok();
-    let same_age = match (age(noted), age(seen)) {
+    let same_age = match (age(recorded), age(seen)) {
         (Some(a), Some(b)) => {
             let is_rounded = a.subsec_nanos() == 0 || b.subsec_nanos() == 0;
             a == b || (is_rounded && a.as_secs() == b.as_secs())
         }
         _ => false,
     };
-    same_age && noted.byte_len == seen.byte_len && noted.version == seen.version
+    same_age && recorded.byte_len == seen.byte_len && recorded.version == seen.version
 }
 
 fn object(meta: &ObjectMeta) -> Object {
@@ -265,69 +264,69 @@ fn bad(problem: &dyn std::fmt::Display) -> PlanError {
     PlanError::Wire { problem: format!("what rank 0 read of the checkpoint: {problem}") }
 }
 
-/// A storage that notes or tells until [`finish`](Self::finish), and then is the one beneath.
+/// A storage that records or replays until [`finish`](Self::finish), and then forwards to `inner`.
 #[derive(Debug)]
-struct Told {
+struct RecordedStorage {
     inner: Arc<dyn Storage>,
     mode: Arc<Mutex<Mode>>,
 }
 
 #[derive(Debug, Default)]
 enum Mode {
-    Note(Notes),
-    Tell(Arc<Notes>),
+    Record(Recording),
+    Replay(Arc<Recording>),
     #[default]
     Off,
 }
 
-impl Told {
+impl RecordedStorage {
     fn new(storage: &Arc<dyn Storage>, mode: Mode) -> Arc<Self> {
         Arc::new(Self { inner: Arc::clone(storage), mode: Arc::new(Mutex::new(mode)) })
     }
 
-    /// Ends the notes, which are returned where they were taken.
-    fn finish(&self) -> Notes {
+    /// Ends recording or replaying. Returns the recording, if there is one.
+    fn finish(&self) -> Recording {
         match std::mem::take(&mut *lock(&self.mode)) {
-            Mode::Note(notes) => notes,
-            _ => Notes::default(),
+            Mode::Record(recording) => recording,
+            _ => Recording::default(),
         }
     }
 
-    fn told(&self) -> Option<Arc<Notes>> {
+    fn replayed(&self) -> Option<Arc<Recording>> {
         match &*lock(&self.mode) {
-            Mode::Tell(notes) => Some(Arc::clone(notes)),
+            Mode::Replay(recording) => Some(Arc::clone(recording)),
             _ => None,
         }
     }
 
-    fn note(&self, note: impl FnOnce(&mut Notes)) {
-        if let Mode::Note(notes) = &mut *lock(&self.mode) {
-            note(notes);
+    fn record(&self, record: impl FnOnce(&mut Recording)) {
+        if let Mode::Record(recording) = &mut *lock(&self.mode) {
+            record(recording);
         }
     }
 }
 
 type Listed<T> = Pin<Box<dyn Stream<Item = Result<T, StorageError>> + Send>>;
 
-impl Told {
-    /// The same listing, noted when it was followed to its end.
-    fn noting<T: Clone + Send + 'static>(
+impl RecordedStorage {
+    /// The same listing, recorded when it was followed to its end.
+    fn recording<T: Clone + Send + 'static>(
         &self,
         listing: Listed<T>,
-        note: impl FnOnce(&mut Notes, Vec<T>) + Send + 'static,
+        record: impl FnOnce(&mut Recording, Vec<T>) + Send + 'static,
     ) -> Listed<T> {
-        if !matches!(&*lock(&self.mode), Mode::Note(_)) {
+        if !matches!(&*lock(&self.mode), Mode::Record(_)) {
             return listing;
         }
-        let start = (listing, Some(Vec::new()), note, Arc::clone(&self.mode));
-        Box::pin(stream::try_unfold(start, |(mut listing, mut listed, note, mode)| async move {
+        let start = (listing, Some(Vec::new()), record, Arc::clone(&self.mode));
+        Box::pin(stream::try_unfold(start, |(mut listing, mut listed, record, mode)| async move {
             if let Some(entry) = listing.try_next().await? {
                 listed = listed.filter(|listed: &Vec<_>| listed.len() < LISTED_MAX);
                 listed.iter_mut().for_each(|listed| listed.push(entry.clone()));
-                return Ok(Some((entry, (listing, listed, note, mode))));
+                return Ok(Some((entry, (listing, listed, record, mode))));
             }
-            if let (Mode::Note(notes), Some(listed)) = (&mut *lock(&mode), listed) {
-                note(notes, listed);
+            if let (Mode::Record(recording), Some(listed)) = (&mut *lock(&mode), listed) {
+                record(recording, listed);
             }
             Ok(None)
         }))
@@ -343,35 +342,35 @@ fn lock(mode: &Mutex<Mode>) -> MutexGuard<'_, Mode> {
 }
 
 #[async_trait]
-impl Storage for Told {
+impl Storage for RecordedStorage {
     fn capabilities(&self) -> Capabilities {
         self.inner.capabilities()
     }
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-        if let Some(notes) = self.told()
-            && let Some(noted) = notes.stats.get(key)
+        if let Some(recording) = self.replayed()
+            && let Some(recorded) = recording.stats.get(key)
         {
-            return noted.clone().ok_or_else(|| absent(StorageOp::Stat, key));
+            return recorded.clone().ok_or_else(|| absent(StorageOp::Stat, key));
         }
         let found = self.inner.stat(key).await;
-        let noted = match &found {
+        let recorded = match &found {
             Ok(meta) => Some(Some(meta.clone())),
             Err(error) if error.kind() == StorageErrorKind::NotFound => Some(None),
             Err(_) => None,
         };
-        if let Some(noted) = noted {
-            self.note(|notes| {
-                notes.stats.insert(key.clone(), noted);
+        if let Some(recorded) = recorded {
+            self.record(|recording| {
+                recording.stats.insert(key.clone(), recorded);
             });
         }
         found
     }
 
     async fn read(&self, key: &Key, mut request: ReadRequest) -> Result<ReadOutcome, StorageError> {
-        if let Some(notes) = self.told() {
+        if let Some(recording) = self.replayed() {
             let fill = |read: &mut ReadInto| {
-                let bytes = notes.bytes(key, read.byte_offset, read.buffer.len());
+                let bytes = recording.bytes(key, read.byte_offset, read.buffer.len());
                 bytes.map(|bytes| read.buffer.copy_from_slice(bytes)).is_some()
             };
             if request.ranges.iter_mut().all(fill) {
@@ -381,32 +380,32 @@ impl Storage for Told {
         }
         let offsets: Vec<u64> = request.ranges.iter().map(|read| read.byte_offset).collect();
         let outcome = self.inner.read(key, request).await?;
-        self.note(|notes| {
+        self.record(|recording| {
             let read = offsets.iter().zip(&outcome.buffers);
-            read.for_each(|(at, bytes)| notes.note(key, *at, bytes));
+            read.for_each(|(at, bytes)| recording.record(key, *at, bytes));
         });
         Ok(outcome)
     }
 
     async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
-        if let Some(notes) = self.told()
-            && let Some(noted) = notes.stats.get(key)
+        if let Some(recording) = self.replayed()
+            && let Some(recorded) = recording.stats.get(key)
         {
-            let Some(meta) = noted.clone() else { return Err(absent(StorageOp::Read, key)) };
+            let Some(meta) = recorded.clone() else { return Err(absent(StorageOp::Read, key)) };
             let len = usize::try_from(meta.byte_len).ok().filter(|_| meta.byte_len <= max_bytes);
-            if let Some(bytes) = len.and_then(|len| notes.bytes(key, 0, len)) {
+            if let Some(bytes) = len.and_then(|len| recording.bytes(key, 0, len)) {
                 let bytes = Bytes::copy_from_slice(bytes);
                 return Ok(WholeObject::new(meta, bytes));
             }
         }
         let found = self.inner.read_whole(key, max_bytes).await;
         match &found {
-            Ok(whole) => self.note(|notes| {
-                notes.stats.insert(key.clone(), Some(whole.meta.clone()));
-                notes.note(key, 0, &whole.bytes);
+            Ok(whole) => self.record(|recording| {
+                recording.stats.insert(key.clone(), Some(whole.meta.clone()));
+                recording.record(key, 0, &whole.bytes);
             }),
-            Err(error) if error.kind() == StorageErrorKind::NotFound => self.note(|notes| {
-                notes.stats.insert(key.clone(), None);
+            Err(error) if error.kind() == StorageErrorKind::NotFound => self.record(|recording| {
+                recording.stats.insert(key.clone(), None);
             }),
             Err(_) => {}
         }
@@ -432,20 +431,24 @@ impl Storage for Told {
 
     fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
         let folder = folder.cloned();
-        if let Some(listed) = self.told().and_then(|notes| notes.folders.get(&folder).cloned()) {
+        if let Some(listed) =
+            self.replayed().and_then(|recording| recording.folders.get(&folder).cloned())
+        {
             return Box::pin(stream::iter(listed.into_iter().map(Ok)));
         }
         let listing = self.inner.list_folder(folder.as_ref());
-        self.noting(listing, |notes, listed| drop(notes.folders.insert(folder, listed)))
+        self.recording(listing, |recording, listed| drop(recording.folders.insert(folder, listed)))
     }
 
     fn list(&self, folder: Option<&Key>) -> ObjectStream {
         let folder = folder.cloned();
-        if let Some(listed) = self.told().and_then(|notes| notes.lists.get(&folder).cloned()) {
+        if let Some(listed) =
+            self.replayed().and_then(|recording| recording.lists.get(&folder).cloned())
+        {
             return Box::pin(stream::iter(listed.into_iter().map(Ok)));
         }
         let listing = self.inner.list(folder.as_ref());
-        self.noting(listing, |notes, listed| drop(notes.lists.insert(folder, listed)))
+        self.recording(listing, |recording, listed| drop(recording.lists.insert(folder, listed)))
     }
 
     async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {

@@ -25,11 +25,11 @@ pub(crate) struct Request {
     tensors: Vec<Wanted>,
     /// The memory of each tensor leaf, in the order of the state dict.
     views: Vec<TensorView>,
-    /// How many leaves want an object.
+    /// The number of leaves that request an object.
     objects: HashMap<String, usize>,
 }
 
-/// A tensor, asked for in one or more shards.
+/// A tensor, requested in one or more shards.
 #[derive(Debug)]
 struct Wanted {
     key: Arc<str>,
@@ -79,7 +79,7 @@ impl Request {
         Ok(Self { flat, tensors, views, objects })
     }
 
-    /// Tensors that are stored with another element type: key, stored, asked for.
+    /// Tensors that are stored with another element type: key, stored, requested.
     pub(crate) fn casts(&self, stored: &CheckpointMetadata) -> Vec<(Arc<str>, DType, DType)> {
         let casts = self.tensors.iter().filter_map(|wanted| {
             let found = stored.get(&wanted.key)?.as_tensor()?.dtype;
@@ -94,7 +94,7 @@ impl Request {
     }
 
     /// Tensors that are stored in another shape with as many axes, where that is allowed: key,
-    /// stored, asked for.
+    /// stored, requested.
     pub(crate) fn reshaped(&self, stored: &CheckpointMetadata) -> Vec<(Arc<str>, Dims, Dims)> {
         let reshaped = self.tensors.iter().filter_map(|wanted| {
             let found = &stored.get(&wanted.key)?.as_tensor()?.shape;
@@ -118,7 +118,7 @@ impl Request {
             .collect()
     }
 
-    /// The tree with what was loaded.
+    /// The tree with the loaded values.
     pub(crate) fn into_values(self, sharded: &ShardedStateDict) -> Result<Dict, MegatronError> {
         let Self { flat, views, objects, .. } = self;
         let mut items = HashMap::with_capacity(objects.len());
@@ -164,7 +164,7 @@ impl Wanted {
         }
         let (dtype, shape) = (tensor.dtype(), tensor.global_shape());
         let problem = format!(
-            "this rank asks for it as {} of shape {} and as {dtype} of shape {shape}",
+            "this rank requests it as {} of shape {} and as {dtype} of shape {shape}",
             self.dtype, self.shape
         );
         Err(PlanError::Unsupported { fqn: self.key.to_string(), problem })
@@ -192,7 +192,7 @@ fn memory(tensor: &ShardedTensor) -> Result<TensorView, MegatronError> {
     Ok(view.map_err(|error| of(tensor.key(), error))?)
 }
 
-/// The boxes of the whole tensor that are to be read into `view`.
+/// The regions of the whole tensor to read into `view`.
 fn shards(tensor: &ShardedTensor, view: &TensorView) -> Result<Vec<Shard>, MegatronError> {
     let named = |error| of(tensor.key(), error);
     let Some(range) = tensor.flattened_range() else {
@@ -214,7 +214,7 @@ fn shards(tensor: &ShardedTensor, view: &TensorView) -> Result<Vec<Shard>, Megat
     Ok(shards.collect::<Result<_, PlanError>>()?)
 }
 
-/// The elements of a stored list for the leaves that ask for it: one for each of them, or one for
+/// The elements of a stored list for the leaves that request it: one for each of them, or one for
 /// all.
 fn elements(key: &str, value: Value, count: usize) -> Result<Vec<Value>, MegatronError> {
     let mut items = match value {

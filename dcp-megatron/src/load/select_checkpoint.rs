@@ -20,7 +20,7 @@ use crate::open::checkpoint::MegatronOpenOptions;
 use crate::open::legacy::LegacyFolders;
 use crate::open::run::MegatronRun;
 
-/// What the coordinator chose.
+/// The choice of the coordinator.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Choice {
     /// Of the folder of a run; `None` when the folder is that of a checkpoint, or of none.
@@ -28,7 +28,7 @@ pub(crate) struct Choice {
     pub(crate) warning: Option<String>,
 }
 
-/// How the coordinator chooses.
+/// Options of the choice.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rule<'a> {
     pub(crate) fall_back: bool,
@@ -73,11 +73,11 @@ impl Choice {
         let mut problems = match group.context().world_size {
             1 => mine?,
             _ => {
-                let mine = mine.map_err(|error| agreement::told(group, Phase::Plan, error));
+                let mine = mine.map_err(|error| agreement::reported(group, Phase::Plan, error));
                 group.all_gather_results(Phase::Plan, mine).await?.into_iter().flatten().collect()
             }
         };
-        // What is wrong with the manifest itself every rank has found.
+        // Every rank has the same errors of the manifest itself.
         problems.sort();
         problems.dedup();
         if problems.is_empty() { Ok(()) } else { Err(MegatronError::Damaged { problems }) }
@@ -105,8 +105,7 @@ impl Choice {
         {
             return Ok(Self { which: Some(tracked), warning: None });
         }
-        // To look for folders of ranks is to list all iterations of a run, so it comes after the
-        // tracker, which saves that.
+        // A search for folders of ranks lists all iterations of a run, so the tracker comes first.
         if LegacyFolders::find(&**storage).await?.is_some() {
             return Ok(Self::default());
         }
@@ -135,7 +134,7 @@ fn in_words(problem: Problem) -> String {
     }
 }
 
-/// Whether a folder says of itself that it is a finished checkpoint.
+/// Whether a folder is marked as a finished checkpoint.
 async fn is_checkpoint(storage: &Arc<dyn Storage>) -> Result<bool, MegatronError> {
     Ok(CheckpointingConfig::read(&*recovered(storage).await?).await?.is_some()
         || LegacyFolders::find(&**storage).await?.is_some())

@@ -8,13 +8,13 @@ use crate::error::UnknownStrictHandling;
 /// How a load treats requested keys that are not stored (*unexpected*, of this rank) and stored
 /// keys that no rank requests (*missing*), as in Megatron-Core since 0.8. Keys of objects count without their place.
 ///
-/// But for the first, what is unexpected is left out of the request and of the result, with all of
-/// the factory that it is a part of; lists close up over it. An object whose key is stored but whose place is not, because
+/// In all modes but the first, unexpected keys are left out of the request and of the result, with the
+/// whole factory of each; lists close up over them. An object whose key is stored but whose place is not, because
 /// its grid has changed, is unexpected, too; Megatron-Core does not notice before it reads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum StrictHandling {
-    /// Unexpected keys fail when they are to be read; missing ones are ignored.
+    /// Unexpected keys fail at their read; missing ones are ignored.
     #[default]
     AssumeOkUnexpected,
     /// Unexpected keys are logged; missing ones are ignored.
@@ -29,7 +29,7 @@ pub enum StrictHandling {
     ReturnUnexpected,
     /// Both are returned.
     ReturnAll,
-    /// Nothing is said about either.
+    /// Neither is reported.
     IgnoreAll,
 }
 

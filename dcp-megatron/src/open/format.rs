@@ -58,7 +58,7 @@ fn is_ours(folder: &Folder<'_>) -> Option<bool> {
     Some(names_backend || folder.has(COMMON_FILE))
 }
 
-/// What a checkpoint lacks, as far as names tell; `None` for a folder without one. Since
+/// What a checkpoint lacks, by its names; `None` for a folder without one. Since
 /// Megatron-Core 0.19 there is no `common.pt`, and a save that did not finish looks as one of
 /// PyTorch does, but for an `integrity.json`.
 fn checkpoint(folder: &Folder<'_>) -> Option<Recognized> {

@@ -31,7 +31,7 @@ impl MegatronCheckpoint {
     /// # Errors
     ///
     /// [`MegatronError::NotACheckpoint`] when there is no `metadata.json`, by which Megatron-Core
-    /// alone tells its checkpoints, or not what it promises;
+    /// alone has its checkpoints, or its content is wrong;
     /// [`MegatronError::UnknownBackend`] for formats that are not known here and that no strategy
     /// in `options` is registered for; those of that strategy;
     /// [`MegatronError::Tracker`] when a run's tracker cannot be parsed; when the index or the

@@ -33,7 +33,7 @@ pub struct RunCheckpoint {
 }
 
 impl RunCheckpoint {
-    /// Whether all is there that its format needs, as far as names and lengths tell.
+    /// Whether it is complete, judged by names and lengths.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.entry.complete == Some(true)

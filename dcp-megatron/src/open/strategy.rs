@@ -45,7 +45,7 @@ pub struct WriterSettings {
     pub files: FileLayout,
     /// Whether `integrity.json` is written.
     pub integrity: bool,
-    /// Whether a checkpoint that is there is replaced.
+    /// Whether an existing checkpoint is replaced.
     pub overwrite: bool,
 }
 

@@ -26,9 +26,9 @@ const OBJECT_ENDING: &str = ".pt";
 /// Reads arrays as the tensors they are, and objects as lists of one, as later formats store them.
 pub(crate) struct ZarrCheckpoint {
     arrays: ZarrReader,
-    /// Where everything lies.
+    /// The place of everything.
     stored: Arc<CheckpointMetadata>,
-    /// The same, but objects are not what lies there.
+    /// The same, but objects are not what is there.
     shown: Arc<CheckpointMetadata>,
     warnings: Vec<String>,
 }
@@ -58,7 +58,7 @@ impl ZarrCheckpoint {
     }
 }
 
-/// The objects among files, by the unique keys that Megatron-Core asks for them by. Before 0.8 it
+/// The objects among files, by the unique keys that Megatron-Core requests them by. Before 0.8 it
 /// left out the last axis of the grid in a file's name, which is as long as the offsets reach.
 fn objects<'f>(
     files: &'f [ObjectMeta],

@@ -180,8 +180,8 @@ fn shape(tensor: &TensorEntry, padded: bool) -> BucketShape {
     }
     // One chunk for all says nothing, and equal ones may be the parts of ranks, as zarr has them.
     let lengths: BTreeSet<_> = tensor.chunks.iter().map(|chunk| chunk.sizes.to_vec()).collect();
-    let told = tensor.chunks.len() > 1 && !(padded && lengths.len() == 1);
-    let bounds = (told && tensor.shape.ndim() == 1).then_some(bounds);
+    let has_bounds = tensor.chunks.len() > 1 && !(padded && lengths.len() == 1);
+    let bounds = (has_bounds && tensor.shape.ndim() == 1).then_some(bounds);
     BucketShape { elements, bounds, padded, ..BucketShape::default() }
 }
 

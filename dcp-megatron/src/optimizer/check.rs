@@ -4,7 +4,7 @@
 //! 0.19 broke that in `fully_reshardable` checkpoints of runs with several gradient buckets: it
 //! cut parameters out of a buffer from which the padding between buckets was missing, at places
 //! counted with the padding. Every parameter behind the first bucket, and its moments, are what
-//! lies a little further on; the end is filled with zeros.
+//! is a little further on; the end is filled with zeros.
 
 use std::fmt;
 use std::sync::Arc;

@@ -50,7 +50,7 @@ impl OptimizerFormat {
     /// The format of the checkpoint with this index and this common state.
     ///
     /// Names that are there decide before what the checkpoint says of itself: a checkpoint whose
-    /// optimizer was left out has none, whatever its `content_metadata` tells.
+    /// optimizer was left out has none, whatever its `content_metadata` states.
     #[must_use]
     pub fn of(metadata: &CheckpointMetadata, common: &Dict) -> Self {
         let mut found = Found::default();

@@ -1,7 +1,7 @@
 //! Joins the optimizer settings of several data-parallel groups.
 //!
 //! A flat format keeps an object with the parameter groups for each rank of the model; the formats
-//! by parameter have one for all. Megatron matches parameter groups by what tells them apart, not
+//! by parameter have one for all. Megatron matches parameter groups by their distinguishing settings, not
 //! by their order, so a group that only some stages of a pipeline have is one more for all.
 
 use std::fmt;

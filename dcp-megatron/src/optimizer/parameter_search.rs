@@ -1,8 +1,8 @@
 //! Finds parameters in a flat buffer by their elements.
 //!
 //! The master parameter of a weight, cast to the weight's dtype, is the weight. So the elements
-//! at a place of the buffer tell which parameters can begin there, and the hash of as many
-//! elements as one has tells whether it is there. Parameters with the same elements are one
+//! at a place of the buffer show which parameters can begin there, and the hash of as many
+//! elements as one has shows whether it is there. Parameters with the same elements are one
 //! *class* here; which of them is which is decided later, by their order.
 
 use std::collections::{BTreeSet, HashMap};
@@ -94,7 +94,7 @@ struct Step {
 const UNKNOWN_MAX: usize = 2;
 /// Sizes to try for those.
 const SIZES_MAX: usize = 64;
-/// Steps to take before a buffer is given up, for each of its parameters.
+/// Steps to take before the search of a buffer stops, for each of its parameters.
 const STEPS: usize = 64;
 /// The longest padding at the end of a bucket, in elements.
 const PADDING_MAX: u64 = 1 << 22;
@@ -214,7 +214,7 @@ impl Walker<'_> {
         Ok(())
     }
 
-    /// Parameters lie one after the other, aligned; nothing tells where one ends but its size.
+    /// Parameters lie one after the other, aligned; only its size shows where one ends.
     async fn without_bounds(
         &mut self,
         bucket: usize,
@@ -403,7 +403,7 @@ mod tests {
         let walked = found(&known, &[shape(Some(bounds))], vec![strange.clone()]);
         assert_eq!(places(&walked), [(0, 0..64), (0, 128..192)]);
         assert_eq!(walked.unknown, [(0, 64)]);
-        // Without bounds only its size can tell where the next one begins: that of another one.
+        // Without bounds only its size shows where the next one begins: that of another one.
         let walked = found(&known, &[shape(None)], vec![strange]);
         assert_eq!(places(&walked), [(0, 0..64), (0, 128..192)]);
         assert_eq!(walked.unknown, [(0, 64)]);
@@ -458,7 +458,7 @@ mod tests {
             gap in any::<u8>(),
             seed in any::<u64>(),
         ) {
-            // The first two bytes tell parameters apart where there is room for them.
+            // The first two bytes distinguish parameters where there is room for them.
             let mut state = seed | 1;
             let mut byte = || {
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);

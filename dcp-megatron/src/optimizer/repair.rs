@@ -17,7 +17,7 @@ use super::keys::{ParamStateKey, StateKind};
 use crate::disk::common_state::COMMON_STATE;
 use crate::error::MegatronError;
 
-/// A checkpoint with an optimizer that begins anew.
+/// A checkpoint with a reset optimizer.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Restarted {
@@ -33,12 +33,12 @@ pub struct Restarted {
 }
 
 /// The checkpoint that `source` shows by its logical names, with the common state `common`, its
-/// optimizer begun anew: every master parameter is the weight in the optimizer's precision, every
+/// optimizer reset: every master parameter is the weight in the optimizer's precision, every
 /// moment is zero, and so is the step.
 ///
 /// This is the safe repair of [shifted buckets](super::OptimizerVerdict::ShiftedBuckets). What
 /// they lost cannot be had back: some of it was never written, and where the rest belongs is only
-/// known while the weights have not changed. All parameters begin anew, the sound ones too,
+/// known while the weights have not changed. All parameters are reset, the sound ones too,
 /// because a group has one step, by which Adam corrects the bias of moments that began at zero.
 /// What is below the precision of the weights is lost; training goes on as from weights alone,
 /// with the learning rate where it was.
@@ -57,7 +57,7 @@ pub async fn restart_optimizer(
     if !format.is_by_parameter() || format == OptimizerFormat::FsdpDtensor {
         return Err(MegatronError::Optimizer {
             what: format.to_string(),
-            problem: "does not name the parameters, so its state cannot begin anew from the \
+            problem: "does not name the parameters, so its state cannot be reset from the \
                       weights; leave the optimizer out of the conversion instead"
                 .to_owned(),
         });

@@ -20,7 +20,7 @@ pub struct LayoutReport {
     /// The ways to assemble a model whose order agrees with the buffers.
     pub registrations: Vec<&'static str>,
     /// Places at which there are several parameters with the same elements, which no known order
-    /// tells apart.
+    /// distinguishes.
     pub ambiguous: Vec<AmbiguousPlace>,
     /// Places at which something begins that is no parameter of the model.
     pub unknown: Vec<UnknownPlace>,
@@ -143,14 +143,14 @@ impl fmt::Display for PerParameterReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({})", self.from, counted(self.params as u64, "parameter"))?;
         let Some(layout) = &self.layout else { return Ok(()) };
-        write!(f, ", {} told by value", layout.by_value)?;
+        write!(f, ", {} identified by value", layout.by_value)?;
         if !layout.by_order.is_empty() {
             let ways = layout.registrations.join(" or ");
             write!(f, ", {} by the order of {ways}", layout.by_order.len())?;
         }
         let open = layout.problems().len();
         if open > 0 {
-            write!(f, ", {open} places not told")?;
+            write!(f, ", {open} places unknown")?;
         }
         Ok(())
     }

@@ -14,11 +14,11 @@ use crate::error::MegatronError;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Purpose {
-    /// A save: shards whose main replica lies in another group are that group's affair
+    /// A save: shards whose main replica is in another group are that group's affair
     /// (Megatron-Core: `ignore_groups=False`).
     #[default]
     Save,
-    /// A load: every shard that any rank of the group wants is read in the group, those with a
+    /// A load: every shard that any rank of the group requests is read in the group, those with a
     /// main replica in it first (`ignore_groups=True`).
     Load,
 }
@@ -120,8 +120,8 @@ pub(super) fn distribute_different(
             let all = (0..world_size).zip(ranks).filter(|(_, (list, _))| holds(*list));
             holdings.holders(all.map(|(rank, _)| rank))
         });
-        let nobody = || PlanError::Wire { problem: "shards of no rank".into() };
-        holdings.push(holders.ok_or_else(nobody)?, shard.byte_len, shard.main.is_none());
+        let no_rank = || PlanError::Wire { problem: "shards of no rank".into() };
+        holdings.push(holders.ok_or_else(no_rank)?, shard.byte_len, shard.main.is_none());
     }
     let shares = holdings.share_out(rule);
 

@@ -84,7 +84,7 @@ struct Remembered {
 /// Distributions to remember: a trainer has one or two kinds of save.
 const KINDS_KEPT: usize = 2;
 
-/// What a rank tells the others first.
+/// The first message of a rank to the others.
 #[derive(Debug, Serialize, Deserialize)]
 struct Offer {
     world_rank: Rank,
@@ -101,9 +101,9 @@ struct Offer {
 enum Decision {
     /// As it was.
     Repeat,
-    /// The coordinator knows it.
+    /// It is in the cache of the coordinator.
     Known,
-    /// Everybody says which shards are main replicas, and these ranks which shards there are.
+    /// Every rank sends which shards are main replicas, and these ranks also the shards.
     Send { lists: Vec<Rank> },
 }
 
@@ -316,8 +316,8 @@ impl ParallelSave {
             }
             (None, None) => return Err(out_of_step()),
         };
-        let told = |owned: &Vec<bool>| [&lead.id[..], &pack(owned)].concat().into();
-        Ok((owned.all().iter().map(told).collect(), ()))
+        let message = |owned: &Vec<bool>| [&lead.id[..], &pack(owned)].concat().into();
+        Ok((owned.all().iter().map(message).collect(), ()))
     }
 }
 
@@ -329,7 +329,7 @@ impl SaveDistribution for ParallelSave {
     }
 }
 
-/// What the coordinator knows of the others.
+/// The other ranks' messages, on the coordinator.
 #[derive(Debug)]
 struct Lead {
     /// Of all that the distribution depends on.

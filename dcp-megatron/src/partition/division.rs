@@ -23,7 +23,7 @@ const PARTS_MAX: u64 = 1 << 22;
 /// The most parts of all tensors together, all of which a job plans at once.
 const PARTS_OF_ALL_MAX: u64 = 1 << 23;
 
-/// The layers that are divided among stages as asked for.
+/// The layers that are divided among stages as requested.
 const DECODER: &str = "decoder.layers";
 
 /// The parts of a checkpoint that each rank of a layout holds. Making it refuses tensors that cannot be
@@ -36,7 +36,7 @@ pub(crate) struct MegatronDivision {
 
 impl MegatronDivision {
     /// Divides everything that `metadata` has but the common state. `args` help where shapes do
-    /// not tell.
+    /// not show.
     ///
     /// # Errors
     ///
@@ -94,7 +94,7 @@ impl Division for MegatronDivision {
     fn tensor(&self, fqn: &str, tensor: &TensorEntry) -> Result<Held, ConvertError> {
         self.survey.tensor(fqn, tensor).map_err(|error| match error {
             MegatronError::Convert(error) => error,
-            // Asked for another tensor than those that were looked at.
+            // The requested tensor is none of those that were compared.
             other => {
                 ConvertError::Unsupported { what: format!("{fqn:?}"), problem: other.to_string() }
             }
@@ -205,10 +205,10 @@ impl Survey {
         let was = split_of_args(layout, args);
         let stages = layers.iter().filter_map(|(stack, count): (&String, &u64)| {
             let (equal, count) = (PipelineSplit::default(), *count);
-            let asked = if stack == DECODER { layout.split } else { equal };
-            let was = was.filter(|_| stack == DECODER && asked == equal);
+            let requested = if stack == DECODER { layout.split } else { equal };
+            let was = was.filter(|_| stack == DECODER && requested == equal);
             let was = was.and_then(|split| split.ends(count, ranks.pp));
-            Some((stack.clone(), was.or_else(|| asked.ends(count, ranks.pp))?))
+            Some((stack.clone(), was.or_else(|| requested.ends(count, ranks.pp))?))
         });
         let stages = stages.collect();
         Self { metadata: Arc::clone(metadata), ranks, layers, stages, experts, gated }

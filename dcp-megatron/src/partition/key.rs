@@ -16,7 +16,7 @@ pub(super) struct ModelKey<'a> {
     pub(super) experts: Option<Counted>,
 }
 
-/// How a name tells which one of several it is of.
+/// How a name states its index among several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Counted {
     /// All of them, along an axis in front.

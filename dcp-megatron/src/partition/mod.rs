@@ -25,7 +25,7 @@ pub enum TensorCut {
     Row,
     /// Of a gated layer, two matrices one behind the other along the first axis, each cut into
     /// `t` parts: rank `r` has parts `r` and `t + r` of `2t`. Of a layer that is not gated, as
-    /// [`Column`](Self::Column): whether it is, the shape of the layer behind it tells.
+    /// [`Column`](Self::Column): the shape of the layer behind it decides.
     Gated,
 }
 
@@ -44,7 +44,7 @@ const fn rule(ending: &'static str, cut: TensorCut) -> PartitionRule {
 }
 
 /// How Megatron-Core (0.6 to 0.19) cuts parameters among tensor-parallel ranks, the first rule
-/// that fits. Names are those of checkpoints, which tell nothing of module classes.
+/// that fits. Names are those of checkpoints, which do not contain module classes.
 ///
 /// Optimizer state of one parameter (`optimizer.state.<state>.<name>`) is cut as the parameter.
 /// What no rule names keeps the grid that it was stored in.

@@ -40,7 +40,7 @@ enum Unit<'m> {
 impl Observed {
     /// Looks at the model's parameters. Ranks that share what they write, as with
     /// `--ckpt-fully-parallel-save`, leave the parts of a layer in files of several of them, which
-    /// then tell of no pipeline stage and of no group of experts.
+    /// then show no pipeline stage and no group of experts.
     pub(crate) fn of(metadata: &CheckpointMetadata) -> Self {
         let parameters: Vec<Parameter<'_>> = metadata
             .iter()
@@ -81,7 +81,7 @@ impl<'m> Parameter<'m> {
     }
 
     /// How many different parts ranks have of it. Of a gated matrix there are as many or twice as
-    /// many as ranks, so it tells nothing.
+    /// many as ranks, so it shows nothing.
     fn parts(&self) -> Option<u64> {
         let axis = self.axis().filter(|_| self.cut != TensorCut::Gated)?;
         let starts: BTreeSet<u64> =

@@ -15,7 +15,7 @@ use crate::error::MegatronError;
 
 /// Saves under way, in the order in which they were scheduled: Megatron-Core's `AsyncCallsQueue`.
 ///
-/// Every rank has one, schedules the same saves in the same order, and asks now and then, once an
+/// Every rank has one, schedules the same saves in the same order, and polls, once an
 /// iteration, say, whether any is complete ([`maybe_finalize`](Self::maybe_finalize)). A save is
 /// complete when it is on all ranks; then its finalizers run, in their order, each on all ranks
 /// before the next one, and only after every save that was scheduled before has been finalized. So
@@ -394,7 +394,7 @@ impl Answer {
         let functions = words.iter().map(|Word(_, finalizers, _)| *finalizers).max();
         let mut failed: Vec<_> =
             words.into_iter().filter_map(|Word(.., done)| done.err()).flatten().collect();
-        // Ranks that fail together tell the same.
+        // Ranks that fail together report the same.
         failed.sort();
         failed.dedup();
         if failed.is_empty() { Self::Done(functions.unwrap_or(0)) } else { Self::Failed(failed) }

@@ -157,7 +157,7 @@ struct Own {
     flat: Result<StateDict, MegatronError>,
     staged: Option<StagedState>,
     writer: Arc<dyn StorageWriter>,
-    /// What it tells the coordinator.
+    /// Its message to the coordinator.
     offer: Bytes,
     /// The common state as it is compared.
     compared: Dict,
@@ -345,7 +345,7 @@ fn split(offer: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     Some((digest, problem, description))
 }
 
-/// How every rank's common state differs from that of rank 0. Only asked for when one does.
+/// How every rank's common state differs from that of rank 0. Only requested when one does.
 async fn differences(group: &Group, compared: &Dict) -> Result<CommonDiffers, MegatronError> {
     let mine = (group.context().rank == 0).then(|| Ok(Value::from(compared.clone()).to_wire()?));
     let first = group.broadcast(Phase::Plan, 0, mine).await?;
@@ -376,7 +376,7 @@ async fn redistribute(
         (distribution.owned(&tensors).await?, tensors.len())
     };
     if owned.len() != shards {
-        return Err(MegatronError::Distribution { told: owned.len(), shards });
+        return Err(MegatronError::Distribution { decided: owned.len(), shards });
     }
     let mut owned = owned.into_iter();
     for (_, value) in sharded.iter_mut() {

@@ -181,7 +181,7 @@ impl MegatronSaveOptions {
         self
     }
 
-    /// Whether a checkpoint that is there is replaced; it stays loadable until the new one is
+    /// Whether an existing checkpoint is replaced; it stays loadable until the new one is
     /// complete.
     #[must_use]
     pub fn overwrite(mut self, overwrite: bool) -> Self {

@@ -61,7 +61,7 @@ pub(crate) fn flat(sharded: &ShardedStateDict) -> Result<StateDict, MegatronErro
                 let key = object.unique_key();
                 let data = object.data().ok_or_else(|| without_data(&key))?.clone();
                 match flat.get_mut(&key) {
-                    // As Megatron-Core does: one entry, a list of all that were given.
+                    // As Megatron-Core does: one entry, a list of all of them.
                     Some(Value::List(all)) => all.push(data),
                     _ => {
                         flat.insert(key, Value::List(vec![data]));

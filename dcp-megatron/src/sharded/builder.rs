@@ -67,8 +67,8 @@ impl ShardedTensorBuilder {
         self
     }
 
-    /// How many equal shards there are along each global axis, where the shape and offset were
-    /// given. Only after [`ShardedTensor::builder`].
+    /// The number of equal shards along each global axis. Only after [`ShardedTensor::builder`],
+    /// which takes shape and offset.
     pub fn axis_fragmentations(mut self, counts: impl Into<Dims>) -> Self {
         match &mut self.place {
             Place::Global { fragmentations, .. } => *fragmentations = Some(counts.into()),

@@ -15,7 +15,7 @@ const LISTED: usize = 256;
 const OUTSIDE: usize = 8;
 
 /// Checks the descriptions of all ranks, in rank order: that ranks agree on dtypes and shapes, that
-/// regular grids divide their tensors, that every shard lies inside, and that of each shard and
+/// regular grids divide their tensors, that every shard is inside, and that of each shard and
 /// each object there is exactly one main replica. Shards of irregular grids must not overlap and
 /// must cover their tensor; flattened ranges must follow each other.
 ///
@@ -161,7 +161,7 @@ impl<'a> MergedKey<'a> {
         }
     }
 
-    /// Adds a shard; false when it is outside of the tensor.
+    /// Adds a shard; false when it is outside the tensor.
     fn row(&mut self, row: &'a [u64], main: bool, rank: Rank) -> bool {
         match &self.spec.kind {
             // The last axis of objects with older names is not known.
@@ -501,7 +501,7 @@ mod tests {
         let inside =
             ShardedTensor::from_rank_offsets("w", local()).offset(0, 0, 2).build().unwrap();
         let text = problem(&[&[inside], &[far.unwrap()]]).to_string();
-        assert!(text.contains("shard [9:12] of rank 1 lies outside of global shape [6]"), "{text}");
+        assert!(text.contains("shard [9:12] of rank 1 is outside global shape [6]"), "{text}");
         let text = problem(&[&[box_of(6, 0, 4)], &[box_of(6, 4, 3)]]).to_string();
         assert!(text.contains("shard [4:7] of rank 1"), "{text}");
     }

@@ -39,11 +39,11 @@ impl LocalTensor {
     ///
     /// # Errors
     ///
-    /// When the region lies outside.
+    /// When the region is outside.
     pub fn narrow(&self, region: &Region) -> Result<Self, PlanError> {
         let whole = Region::full(self.shape.clone()).ok();
         if !whole.is_some_and(|whole| whole.contains(region)) {
-            let problem = format!("region {region} lies outside of shape {}", self.shape);
+            let problem = format!("region {region} is outside shape {}", self.shape);
             return Err(PlanError::InvalidTensor { problem });
         }
         let data = self.data.as_ref().map(|data| data.narrow(region)).transpose()?;

@@ -140,7 +140,7 @@ impl fmt::Display for ShardingProblem {
                 )
             }
             Self::Outside { key, rank, shard, shape } => {
-                write!(f, "{}: {shard} of rank {rank} lies outside of {shape}", Quoted(key))
+                write!(f, "{}: {shard} of rank {rank} is outside {shape}", Quoted(key))
             }
             Self::Grid { key, rank, problem } => {
                 write!(f, "{} on rank {rank}: {problem}", Quoted(key))

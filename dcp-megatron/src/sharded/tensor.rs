@@ -12,7 +12,7 @@ use super::replica::ReplicaId;
 
 /// A rank's shard of a global tensor, in the terms of Megatron-Core's `ShardedTensor`.
 ///
-/// The global shape begins with the prepended axes, which the local shard does not have: it lies at
+/// The global shape begins with the prepended axes, which the local shard does not have: it is at
 /// one position of each, as a layer does on the layer axis. Offsets are in elements. Where the
 /// grid is regular, [`axis_fragmentations`](Self::axis_fragmentations) says how many shards there
 /// are along each axis; whether that fits the shapes, and whether all ranks together make the
@@ -233,7 +233,7 @@ impl ShardedTensor {
     ///
     /// # Errors
     ///
-    /// When the part lies outside the shard, `len` does not divide the local size, the shard does
+    /// When the part is outside the shard, `len` does not divide the local size, the shard does
     /// not begin at a multiple of that, or it is a flattened range.
     pub fn narrow(&self, axis: usize, start: u64, len: u64) -> Result<Self, ShardError> {
         let refuse = |problem: &str| ShardError::Narrow {
@@ -352,7 +352,7 @@ mod tests {
         assert!(!shard.replica_id().is_main());
     }
 
-    /// Trap 12: Megatron-Core takes the last of two places on one axis without a word.
+    /// Trap 12: Megatron-Core silently takes the last of two places on one axis.
     #[test]
     fn trap_12_an_axis_placed_twice_is_refused() {
         let twice = ShardedTensor::from_rank_offsets("w", f32s(&[4])).offset(0, 0, 2);

@@ -67,7 +67,7 @@ impl Hash for NodeKey {
         match &self.0 {
             Value::Str(text) => text.hash(state),
             Value::Int(n) => n.hash(state),
-            // Rare as keys: all of a kind share a bucket, equality tells them apart.
+            // Rare as keys: all of a kind share a bucket, equality distinguishes them.
             other => std::mem::discriminant(other).hash(state),
         }
     }

@@ -179,7 +179,7 @@ async fn delete(storage: &dyn Storage, name: &str) -> Result<(), StorageError> {
     storage.delete(&[Key::new(name)?]).await
 }
 
-/// Whether a `metadata.json` names a backend whose files this writer knows nothing of.
+/// Whether a `metadata.json` names a backend whose files this writer cannot write.
 pub(super) fn names_other_backend(json: &[u8]) -> bool {
     let parsed: Result<serde_json::Value, _> = serde_json::from_slice(json);
     let backend = parsed.as_ref().ok().and_then(|members| members.get("sharded_backend"));

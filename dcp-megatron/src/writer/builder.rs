@@ -68,7 +68,7 @@ impl MegatronWriterBuilder {
         self
     }
 
-    /// Whether a checkpoint that is there already is replaced, or an error (the default).
+    /// Whether an existing checkpoint is replaced, or an error (the default).
     pub fn overwrite(mut self, overwrite: bool) -> Self {
         self.overwrite = overwrite;
         self

@@ -45,7 +45,7 @@ use form::{COMMON_FILE, COMMON_OBJECT, METADATA_JSON};
 /// 1. the common state, in `common.pt` or as the object `common_state/shard_0_1`
 ///    ([`MegatronForm`]);
 /// 2. `.metadata`;
-/// 3. if asked for, `integrity.json` with the SHA-256 of every file;
+/// 3. optionally, `integrity.json` with the SHA-256 of every file;
 /// 4. `metadata.json`, whose presence makes the folder a checkpoint.
 ///
 /// Each of these files appears whole or not at all, and after all that came before it is durable.
@@ -53,7 +53,7 @@ use form::{COMMON_FILE, COMMON_OBJECT, METADATA_JSON};
 /// # Overwriting
 ///
 /// A folder that holds a checkpoint is refused unless [`overwrite`](MegatronWriterBuilder::overwrite)
-/// is on. Then data files get new names, so nothing that is there is touched until the commit.
+/// is on. Then data files get new names, so existing files stay unchanged until the commit.
 /// `common.pt` has one name only: where it is about to change, `metadata.json` is removed first, so
 /// a process that dies in between leaves a folder that Megatron-Core takes for no checkpoint, never
 /// one that mixes two. Before that, `.dcp-commit` gets these files as they are and as they will be;
@@ -152,7 +152,7 @@ impl MegatronWriter {
     }
 
     /// The hashes of all files that were written: those that the ranks have made of theirs, and of
-    /// what nobody has hashed yet. Data files are as they will be, so it is done before the while
+    /// the files that have no hash yet. Data files are as they will be, so it is done before the while
     /// without a complete checkpoint.
     async fn hashes(
         &self,
@@ -296,7 +296,7 @@ impl StorageWriter for MegatronWriter {
     async fn begin(&self) -> Result<SaveSession, CheckpointError> {
         // What cannot be written is known before the first byte is.
         self.encoded_common()?;
-        // It holds the place, where nobody else does: what is looked at stays as it is.
+        // This saver holds the claim, so the files do not change during the checks.
         let session = self.dcp.begin().await;
         let before = match self.look().await {
             Err(_) if session.is_err() => return session,
@@ -326,7 +326,7 @@ impl StorageWriter for MegatronWriter {
         global: &mut GlobalPlan,
     ) -> Result<Vec<WritePlan>, CheckpointError> {
         if global.metadata.get(COMMON_OBJECT).is_some() {
-            let problem = "the common state is given to the writer, not planned as an object";
+            let problem = "the common state is an option of the writer, not a planned object";
             let fqn = COMMON_OBJECT.to_owned();
             return Err(PlanError::Unsupported { fqn, problem: problem.into() }.into());
         }
@@ -374,7 +374,7 @@ impl StorageWriter for MegatronWriter {
             reports.iter().flat_map(|report| &report.files).map(|(key, _)| key.clone()).collect();
         let committed = self.try_commit(session, metadata, reports, &mut written).await;
         match &committed {
-            // What was asked for may still take effect: nobody has heard what became of it.
+            // The request may still take effect: its outcome is unknown.
             Err(CheckpointError::Storage(error)) if error.is_retryable() => {}
             Err(_) => remove_unreferenced(&*self.storage, written).await,
             Ok(()) => {}

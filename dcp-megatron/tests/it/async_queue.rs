@@ -22,7 +22,7 @@ use tokio::sync::Notify;
 use crate::ranks::{Mesh, on_boxed_ranks, on_mesh};
 use crate::support::{block_on, copy, names};
 
-/// One task for each rank, that of rank 1 as slow as asked.
+/// One task for each rank, that of rank 1 with the requested delay.
 fn task(wait: Option<Arc<Notify>>) -> AsyncRequest {
     AsyncRequest::task(move || {
         Ok(async move {
@@ -69,10 +69,10 @@ fn calls_are_finalized_in_order_and_only_when_all_ranks_are_done() {
             // Rank 0 has one finalizer more.
             let slow = logged(task(wait), &log, 1, 3 - rank, rank);
             let done = Arc::new(Notify::new());
-            let told = Arc::clone(&done);
+            let notified = Arc::clone(&done);
             let quick = AsyncRequest::task(move || {
                 Ok(async move {
-                    told.notify_one();
+                    notified.notify_one();
                     Ok(())
                 })
             });
@@ -279,9 +279,9 @@ fn a_finalizer_that_fails_stops_those_after_it_on_all_ranks() {
     });
 }
 
-/// That a save is complete is known, whatever becomes of those after it.
+/// A complete save is marked so, whatever the result of later ones.
 #[test]
-fn calls_that_were_finalized_before_one_that_failed_are_told() {
+fn calls_that_were_finalized_before_one_that_failed_are_reported() {
     on_boxed_ranks(2, |rank, group| {
         block_on(async {
             let mut queue = AsyncCallsQueue::new(Some(group.into()));
@@ -397,7 +397,7 @@ fn to_look_whether_a_save_is_complete_costs_a_few_bytes_of_each_rank() {
 }
 
 #[test]
-fn calls_that_do_not_match_are_told_apart_on_all_ranks() {
+fn calls_that_do_not_match_are_refused_on_all_ranks() {
     let results = on_boxed_ranks(2, |rank, group| {
         block_on(async {
             let mut queue = AsyncCallsQueue::new(Some(group.into()));

@@ -27,14 +27,14 @@ fn buckets_with_their_padding_hold_what_megatron_had() {
     assert_eq!(found, tensors_in(BUCKET_SPACE, "by_parameter.safetensors"));
 }
 
-/// The embedding lies last in its buffer, where padding begins behind it.
+/// The embedding is last in its buffer, where padding begins behind it.
 #[test]
 fn what_is_not_found_before_the_padding_is_kept() {
     let checkpoint = open(BUCKET_SPACE);
     let metadata = block_on(checkpoint.source().metadata()).unwrap();
     let job = JobOptions::default();
     let parts = [checkpoint.source().clone()];
-    for told in [true, false] {
+    for has_lengths in [true, false] {
         let mut view = block_on(Assembled::builder(&parts, &job)).unwrap();
         for (at, (fqn, entry)) in metadata.iter().enumerate() {
             let fqn = &**fqn;
@@ -49,7 +49,7 @@ fn what_is_not_found_before_the_padding_is_kept() {
                     let (dtype, shape) = (tensor.dtype, tensor.shape.clone());
                     view.tensor(fqn, None, dtype, shape, pieces).unwrap();
                 }
-                Entry::Object(_) if !told && fqn.contains("per_bucket_numel_unpadded") => {}
+                Entry::Object(_) if !has_lengths && fqn.contains("per_bucket_numel_unpadded") => {}
                 _ => view.pass(fqn, None, 0, at).unwrap(),
             }
         }
@@ -57,9 +57,9 @@ fn what_is_not_found_before_the_padding_is_kept() {
         let shown = block_on(per_parameter(&source, checkpoint.common(), &job)).unwrap();
         let layout = shown.report.layout.as_ref().unwrap();
         let unresolved: Vec<_> = layout.unresolved.iter().map(|(fqn, _)| &**fqn).collect();
-        assert_eq!(unresolved, ["embedding.word_embeddings.weight"], "{told}");
-        assert_eq!(layout.unknown.len(), 1, "{told}: {layout:?}");
+        assert_eq!(unresolved, ["embedding.word_embeddings.weight"], "{has_lengths}");
+        assert_eq!(layout.unknown.len(), 1, "{has_lengths}: {layout:?}");
         let kept = block_on(shown.source.metadata()).unwrap();
-        assert!(metadata.iter().all(|(fqn, _)| kept.get(fqn).is_some() || !told));
+        assert!(metadata.iter().all(|(fqn, _)| kept.get(fqn).is_some() || !has_lengths));
     }
 }

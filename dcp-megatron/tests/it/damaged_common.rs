@@ -1,4 +1,4 @@
-//! What becomes of a checkpoint whose common state is damaged: no job makes one of it that `verify`
+//! Checkpoints whose common state is damaged: no job makes one of it that `verify`
 //! refuses.
 
 use std::sync::Arc;

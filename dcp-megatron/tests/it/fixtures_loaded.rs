@@ -18,7 +18,7 @@ use crate::support::{block_on, expected_tensors, stored};
 
 const RANKS: u64 = 3;
 
-/// What one of three ranks asks for: uneven slabs along the longest axis of every tensor, and
+/// What one of three ranks requests: uneven slabs along the longest axis of every tensor, and
 /// every third object.
 fn request(storage: &Arc<dyn Storage>, rank: u64) -> ShardedStateDict {
     let opened =

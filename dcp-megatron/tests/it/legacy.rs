@@ -265,7 +265,7 @@ fn row(layer: u64, what: u8, n: usize) -> u8 {
 }
 
 /// Four layers over two stages with two chunks each, two experts in each of two groups, TP2: every
-/// row of a matrix tells where it is from.
+/// row of a matrix shows its origin.
 pub(crate) fn synthetic(change: impl Fn(&mut RankFile, u32, u32, u32)) -> Arc<dyn Storage> {
     let storage = Arc::new(MemoryStorage::new());
     for (tp, pp, ep) in

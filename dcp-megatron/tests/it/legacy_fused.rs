@@ -83,14 +83,14 @@ fn grouped(router: bool, all: i64) -> Arc<dyn Storage> {
 fn grouped_experts_are_taken_apart() {
     let checkpoint = open(&grouped(true, 64)).unwrap();
     both(&tensors(checkpoint.source()));
-    // Megatron-Core asks for a state of each, and has none to say.
+    // Megatron-Core requests a state of each, and has none.
     let metadata = block_on(checkpoint.source().metadata()).unwrap();
     let states = metadata.iter().filter(|(fqn, _)| fqn.contains("._extra_state/shard_0."));
     assert_eq!(states.count(), 2 * 4);
     let last = "decoder.layers.mlp.experts.experts.linear_fc2._extra_state/shard_0.3_1.4";
     let last = block_on(read_object(checkpoint.source(), last)).unwrap();
     assert!(last.same(&Value::List(vec![Value::None])));
-    // Without a router the arguments tell how many there are.
+    // Without a router the arguments have the number.
     both(&tensors(open(&grouped(false, 4)).unwrap().source()));
     for unknown in [3, 7, 0, i64::MAX] {
         let error = open(&grouped(false, unknown)).unwrap_err();

@@ -301,7 +301,7 @@ fn with_equal_matrices(name: impl Fn(&str) -> String) -> (MegatronCheckpoint, So
             let from = PieceFrom::Reshaped { part: 0, entry: first, region: whole(&[1, 12, 8]) };
             vec![Piece { region: whole(&[1, 8, 12]), from }]
         } else if fqn.ends_with("bucket_idx_0.param") {
-            // linear_fc2 lies at 64..160, linear_fc1 at 192..288.
+            // linear_fc2 is at 64..160, linear_fc1 at 192..288.
             let chunks = tensor.chunks.iter().map(|chunk| {
                 let (start, len) = (chunk.offsets[0], chunk.sizes[0]);
                 let from = if start == 64 { 192 } else { start };

@@ -1,4 +1,5 @@
-//! A backend of somebody else: registered, saved to, loaded from, and asked by every way in.
+//! A backend of a plug-in: registered, saved to, loaded from, and used by every function that
+//! opens a checkpoint.
 
 use std::sync::Arc;
 
@@ -212,7 +213,7 @@ fn every_way_in_asks_the_strategies_it_is_given() {
         let report = block_on(verify_with(&storage, deep, &options)).unwrap();
         assert!(report.ok && report.format == "mine", "{:?}", report.problems);
     }
-    // Without them it is a backend that nobody knows.
+    // Without them it is an unknown backend.
     let error = block_on(load_common_state_dict(&storage)).unwrap_err();
     assert!(matches!(error, MegatronError::UnknownBackend { .. }), "{error}");
     assert!(block_on(verify(&storage, false, &JobOptions::default())).is_err());

@@ -45,7 +45,7 @@ fn load_model(storage: &Arc<dyn Storage>, tp: u64, pp: u64, fill: Fill) {
         let expected = held(&model(at, Fill::Model));
         assert_eq!(tensors(&loaded.state), expected, "{at:?}");
         if fill == Fill::Zeros {
-            assert_eq!(held(&request), expected, "memory that was given is filled, {at:?}");
+            assert_eq!(held(&request), expected, "memory of the request is filled, {at:?}");
         }
         assert_eq!(loaded.state.get("iteration").unwrap().as_int(), Some(7));
         let args = loaded.state.get("args").unwrap().as_dict().unwrap();

@@ -57,7 +57,7 @@ fn trap_11_every_rank_hears_of_every_bad_shard_before_anything_is_written() {
     for part in [
         "\"double\" has several main replicas of shard [0:2, 0:3] (ranks 0, 1)",
         "\"none\" has no main replica of shard [2:4, 0:3]",
-        "\"out\": shard [3:6] of rank 1 lies outside of global shape [4]",
+        "\"out\": shard [3:6] of rank 1 is outside global shape [4]",
         "\"grid\" on rank 2: 2 shards of 3 elements do not make the 7 of axis 0",
     ] {
         assert!(text.contains(part), "{text}");
@@ -67,7 +67,7 @@ fn trap_11_every_rank_hears_of_every_bad_shard_before_anything_is_written() {
     assert!(names(&*storage).is_empty(), "nothing was written");
 }
 
-/// What a description of a place cannot hold is not left out of it without a word.
+/// A description that does not fit is refused, not cut.
 #[test]
 fn places_that_are_described_in_two_ways_are_refused() {
     let local = || LocalTensor::described(DType::Int32, [2]);

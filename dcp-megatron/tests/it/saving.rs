@@ -101,7 +101,7 @@ impl SaveDistribution for Fixed {
 #[test]
 fn a_distribution_that_does_not_tell_of_every_shard_is_refused_on_all_ranks() {
     for validate in [true, false] {
-        for told in [vec![], vec![true, false], vec![true; 4]] {
+        for owned in [vec![], vec![true, false], vec![true; 4]] {
             let storage = memory();
             let results = on_ranks(2, |rank, world| {
                 let named = |key: &str| {
@@ -109,11 +109,11 @@ fn a_distribution_that_does_not_tell_of_every_shard_is_refused_on_all_ranks() {
                     (key.to_owned(), ShardedValue::from(shard))
                 };
                 let state: ShardedStateDict = ["a", "b", "c"].map(named).into();
-                let told = if rank == 1 { told.clone() } else { vec![true; 3] };
+                let owned = if rank == 1 { owned.clone() } else { vec![true; 3] };
                 let options = MegatronSaveOptions::new()
                     .group(world)
                     .validate_access_integrity(validate)
-                    .distribution(Arc::new(Fixed(told)));
+                    .distribution(Arc::new(Fixed(owned)));
                 block_on(save(&state, &storage, &options))
             });
             for result in results {

@@ -1,4 +1,4 @@
-//! What ranks that load together read for each other, and that none waits in vain.
+//! Ranks that load together read for each other, and none hangs.
 
 use std::sync::Arc;
 use std::time::Duration;

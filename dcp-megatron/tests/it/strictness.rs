@@ -46,7 +46,7 @@ fn stored() -> Arc<dyn Storage> {
     storage
 }
 
-/// Asks for `a`, which is stored, and `c`, which is not.
+/// Requests `a`, which is stored, and `c`, which is not.
 fn ask(storage: &Arc<dyn Storage>, strict: StrictHandling) -> Result<Loaded, MegatronError> {
     let request =
         ShardedStateDict::from([("a", described("a", &[4])), ("c", described("c", &[4]))]);
@@ -77,8 +77,8 @@ fn each_of_the_eight_modes_returns_what_megatron_returns() {
                 let error = loaded.unwrap_err();
                 assert_eq!(
                     error.to_string(),
-                    "request and checkpoint have different keys: asked for but not in the \
-                     checkpoint: \"c\"; in the checkpoint but asked for by no rank: \"b\", \"rng\""
+                    "request and checkpoint have different keys: requested but not in the \
+                     checkpoint: \"c\"; in the checkpoint but requested by no rank: \"b\", \"rng\""
                 );
                 continue;
             }
@@ -176,7 +176,7 @@ fn trap_14_the_same_object_twice_and_parts_of_stacked_tensors_are_loaded() {
     assert_eq!(tensors(&loaded.state)[0].1, elements(&[3, 4], &region, 0));
 }
 
-/// Trap 15: Megatron-Core casts, fills and truncates without a word.
+/// Trap 15: Megatron-Core casts, fills and truncates silently.
 #[test]
 fn trap_15_casts_and_other_shapes_are_reported() {
     let storage = memory();

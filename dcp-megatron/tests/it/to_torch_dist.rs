@@ -1,4 +1,4 @@
-//! Checkpoints written anew for other ranks hold what they held.
+//! Resharded checkpoints hold the same values.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -398,7 +398,7 @@ fn what_went_through_another_format_comes_back() {
 }
 
 /// The rows behind the last token hold what training left there, and how many there are depends
-/// on the layout: nothing but the arguments tells which rows are tokens.
+/// on the layout: only the arguments distinguish rows of tokens.
 #[test]
 fn trap_07_rows_of_padding_are_kept_and_never_made_up() {
     let name = "gpt_tp2pp2_swiglu";

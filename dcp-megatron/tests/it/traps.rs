@@ -98,7 +98,7 @@ fn trap_02_pickles_are_data_whatever_they_call() {
     assert_eq!(open(&again).common().len(), 5);
 }
 
-/// Trap 3: hints of Megatron-Core 0.15 and later begin anew on each rank, so the same one is given
+/// Trap 3: hints of Megatron-Core 0.15 and later start at 0 on each rank, so the same one is used
 /// to several chunks of a tensor; and several chunks lie in one file.
 #[test]
 fn trap_03_chunks_are_told_apart_by_their_offsets() {

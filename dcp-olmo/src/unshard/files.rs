@@ -29,7 +29,7 @@ pub(super) struct Files {
     pub(super) index: Option<Key>,
 }
 
-/// What lies below `root` in the state, each under its name there.
+/// What is below `root` in the state, each under its name there.
 pub(super) fn below(metadata: &CheckpointMetadata, root: &str) -> Vec<Shown> {
     let entries = metadata.iter().enumerate();
     let below = entries.filter_map(|(at, (fqn, entry))| {

@@ -1,4 +1,4 @@
-//! What tells of an export that was not written to its end.
+//! Detects exports that were not written to their end.
 
 use dcp_convert::ConvertError;
 use dcp_core::storage::PutMode;

@@ -28,9 +28,9 @@ fn keys(value: &Value) -> Vec<String> {
 #[test]
 fn in_the_order_asked_as_often_as_asked() {
     let storage = fixture(NESTED);
-    let asked = ["model.tiny", "model.embeddings.weight", "model", "model.tiny", "model"];
-    let values = load(&storage, &asked);
-    assert!(values.iter().map(|(key, _)| key).eq(asked.iter()));
+    let requested = ["model.tiny", "model.embeddings.weight", "model", "model.tiny", "model"];
+    let values = load(&storage, &requested);
+    assert!(values.iter().map(|(key, _)| key).eq(requested.iter()));
     let tiny = values[0].1.as_tensor().unwrap();
     assert_eq!(tiny.shape().to_vec(), [3, 5]);
     assert!(values[3].1.same(&values[0].1) && values[4].1.same(&values[2].1));

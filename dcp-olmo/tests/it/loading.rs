@@ -89,7 +89,7 @@ fn what_is_missing_is_all_named_or_left_alone() {
     let options = OlmoLoadOptions::default().strict(false);
     let loaded = load(&storage, &mut wanted, None, &options).unwrap();
     assert_eq!(loaded.report.missing.len(), 20);
-    assert_eq!(loaded.report.unexpected.len(), 39 + 24, "the optimizer was not asked for");
+    assert_eq!(loaded.report.unexpected.len(), 39 + 24, "the optimizer was not requested");
     assert!(wanted.get("tiny").unwrap().same(model.get("tiny").unwrap()));
 
     let bare = fixture(MODEL_ONLY);
@@ -212,7 +212,7 @@ fn groups_that_disagree_are_refused() {
 }
 
 /// Two ranks that load different halves of the parameters, one of them with a wrong mapping: both
-/// get the same error, and nobody waits for the other.
+/// get the same error, and none waits for the other.
 #[test]
 fn what_one_rank_finds_wrong_ends_the_load_on_all() {
     let storage = fixture(FLAT);

@@ -291,11 +291,11 @@ fn a_failure_leaves_nothing() {
 fn a_dry_run_tells_what_would_be_written() {
     for format in [SAFETENSORS, TORCH_SAVE] {
         let options = UnshardOptions::default().format(format).optim(true).strategy(chunks(3000));
-        let (told, target) = (memory(), memory());
+        let (dry_target, target) = (memory(), memory());
         let source = Source::dcp(fixture(FLAT), false);
         let dry = JobOptions::default().with_dry_run(true);
-        let plan = block_on(unshard_checkpoint(&source, &told, &options, &dry)).unwrap();
-        assert!(names(&told).is_empty() && plan.dry_run);
+        let plan = block_on(unshard_checkpoint(&source, &dry_target, &options, &dry)).unwrap();
+        assert!(names(&dry_target).is_empty() && plan.dry_run);
         let done = unshard(FLAT, &target, options).unwrap();
         assert_eq!((plan.files, plan.bytes, plan.tensors), (done.files, done.bytes, done.tensors));
     }

@@ -21,7 +21,7 @@ pub(super) struct Chunks {
     sorted: Option<(usize, Vec<u64>)>,
 }
 
-/// A part of a chunk that lies in a wanted region.
+/// A part of a chunk that is in a wanted region.
 pub(super) struct Hit {
     pub(super) chunk: usize,
     pub(super) region: Region,

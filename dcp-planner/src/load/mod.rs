@@ -17,7 +17,7 @@ use chunks::Chunks;
 /// however the checkpoint was sharded.
 ///
 /// Names are compared by their text alone. Nothing is converted, and nothing is left as it was
-/// without a word: what is missing, of another shape, element type or kind, and how many elements
+/// silently: what is missing, of another shape, element type or kind, and how many elements
 /// no chunk holds, is in the report. (PyTorch 2.15 casts silently, ignores names that are stored
 /// but not wanted, and keeps old elements where a chunk is missing.) A chunk or object without
 /// stored bytes counts as missing.
@@ -122,7 +122,7 @@ fn read_tensor(
     let whole = Region::full(tensor.shape.clone())
         .map_err(|error| invalid_index(fqn, &error.to_string()))?;
     if let Some(outside) = shards.iter().find(|shard| !whole.contains(shard)) {
-        let problem = format!("shard {outside} is outside of shape {}", tensor.shape);
+        let problem = format!("shard {outside} is outside shape {}", tensor.shape);
         return Err(unsupported(fqn, &problem));
     }
     let chunks = Chunks::new(fqn, tensor, shards.len())?;

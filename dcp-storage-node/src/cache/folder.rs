@@ -108,7 +108,7 @@ impl CacheFolder {
         }
     }
 
-    /// The path as it was given.
+    /// The path, unresolved.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.0.path

@@ -61,7 +61,7 @@ pub struct CachedStorage(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     inner: Arc<dyn Storage>,
-    /// Tells storages apart.
+    /// Distinguishes storages.
     url: String,
     folder: CacheFolder,
     /// The objects that were seen, by key.
@@ -272,7 +272,7 @@ impl Shared {
                     Some(key.clone()),
                 )
                 .with_message(format!(
-                    "bytes {byte_offset}..{end} were asked for, the object has {}",
+                    "bytes {byte_offset}..{end} were requested, the object has {}",
                     seen.byte_len
                 )));
             }

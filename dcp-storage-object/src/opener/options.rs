@@ -29,7 +29,7 @@ const TUNES: &[(&str, Tune)] = &[
     ("stall_timeout", |builder, seconds| builder.stall_timeout(Duration::from_secs(seconds))),
 ];
 
-/// Names of `object_store`, to suggest. Each provider knows more, which it accepts too.
+/// Names of `object_store`, to suggest. Each provider has more, which it accepts too.
 const NAMES: &[&str] = &[
     "allow_http",
     "connect_timeout",
@@ -98,9 +98,9 @@ const NAMES: &[&str] = &[
     "azure_skip_signature",
 ];
 
-/// Whether a provider of this build knows a setting; where none does, names that it may mean. One
-/// that another provider knows is right: a job reads from one and writes to another.
-pub(super) fn knows(name: &str) -> Result<(), Vec<&'static str>> {
+/// Checks that a provider of this build has a setting, or returns similar names. A setting of
+/// another provider is right: a job reads from one and writes to another.
+pub(super) fn check_name(name: &str) -> Result<(), Vec<&'static str>> {
     if is_known(name) { Ok(()) } else { Err(near(name)) }
 }
 

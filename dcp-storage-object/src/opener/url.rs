@@ -33,7 +33,7 @@ impl Place {
             return Ok(Self { provider, root: url.to_owned(), prefix: String::new() });
         }
         if rest.contains(['?', '#']) {
-            return refuse("has a query or a fragment; settings are given as options");
+            return refuse("has a query or a fragment; pass settings as options");
         }
         let (root, prefix) = rest.split_once('/').unwrap_or((rest, ""));
         let has_user = match provider {
@@ -41,7 +41,7 @@ impl Place {
             _ => root.contains('@'),
         };
         if has_user {
-            return refuse("has a user or a password; credentials are given as options");
+            return refuse("has a user or a password; pass credentials as options");
         }
         if root.is_empty() && provider != Provider::Memory {
             return refuse("names no bucket");

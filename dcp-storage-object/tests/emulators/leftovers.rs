@@ -1,4 +1,4 @@
-//! What killed uploads leave, and errors that tell what is missing.
+//! What killed uploads leave, and errors that name what is missing.
 
 use std::time::Duration;
 

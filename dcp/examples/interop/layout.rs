@@ -1,4 +1,4 @@
-//! How a rank's share of a tensor lies: layouts that PyTorch has, and ones that it has not.
+//! Placements of a rank's share of a tensor: layouts that PyTorch has, and ones that it has not.
 
 use dcp::{DType, Region, Shard, Tensor};
 

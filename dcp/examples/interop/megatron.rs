@@ -58,7 +58,7 @@ pub(crate) async fn run(args: &[&str], group: &Arc<dyn Collective>) -> Result {
     }
 }
 
-/// What a rank of a trainer knows.
+/// A trainer's rank: its group and layout.
 struct Job {
     description: Description,
     place: Place,

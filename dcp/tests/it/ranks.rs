@@ -56,7 +56,7 @@ pub(crate) fn ranks_doing<'a>(
     place: &str,
     more: impl Fn(u32) -> &'a [(&'a str, String)],
 ) -> Vec<Rank> {
-    // Nobody listens there, and nobody else gets it until rank 0 asks for it by number.
+    // Nobody listens there, and nobody else gets it until rank 0 requests it by number.
     let reserved = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     reserved.set_reuse_address(true).unwrap();
     reserved.bind(&SocketAddr::from((dcp_testing::loopback(), 0)).into()).unwrap();

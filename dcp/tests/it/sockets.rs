@@ -133,7 +133,7 @@ impl Storage for RemoteStorage {
     }
 }
 
-/// Asks the server whether the location is usable.
+/// Checks on the server whether the location is usable.
 struct RemoteOpener(RemoteStorage);
 
 #[async_trait]

@@ -1,4 +1,4 @@
-//! A state whose every byte tells which save it is from.
+//! A state whose every byte shows its save.
 
 use dcp::{DType, Region, StateDict, Tensor, Value};
 

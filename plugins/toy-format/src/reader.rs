@@ -77,7 +77,7 @@ impl ToyReader {
                 let stored = stored.ok_or_else(|| damaged("a chunk is not in the index"))?;
                 let bytes = self.stored(metadata, stored.placement).await?;
                 let inside = region.relative_to(stored.offsets);
-                let inside = inside.ok_or_else(|| damaged("a region is outside of its chunk"))?;
+                let inside = inside.ok_or_else(|| damaged("a region is outside its chunk"))?;
                 let element = tensor.dtype.size();
                 let mut wanted = Vec::new();
                 for (at, count) in inside.runs_in(stored.sizes) {

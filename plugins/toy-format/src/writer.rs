@@ -30,7 +30,7 @@ pub struct ToyWriter {
 }
 
 impl ToyWriter {
-    /// A writer into `storage`, which replaces a checkpoint that is there or refuses to.
+    /// A writer into `storage`, which replaces an existing checkpoint or refuses to.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, overwrite: bool) -> Self {
         Self { storage, overwrite, created: Mutex::default() }
@@ -191,7 +191,7 @@ impl StorageWriter for ToyWriter {
         }
         match self.publish(&session, metadata).await {
             Ok(()) => self.remove(session.stale.clone()).await,
-            // The request may still take effect: nobody has heard what became of it.
+            // The request may still take effect: its outcome is unknown.
             Err(CheckpointError::Storage(error)) if error.is_retryable() => {
                 return Err(error.into());
             }

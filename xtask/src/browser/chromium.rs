@@ -103,7 +103,7 @@ impl Chromium {
         Err("the browser opens no page".into())
     }
 
-    /// Asks for something and waits for the answer.
+    /// Requests something and waits for the answer.
     pub(crate) fn call(&mut self, method: &str, params: Value) -> Result<Value> {
         self.next_id += 1;
         let mut request = json!({ "id": self.next_id, "method": method, "params": params });

@@ -136,7 +136,7 @@ impl Run<'_> {
                     .arg(from)
                     .arg(made.join(to)))
             };
-            // Nothing in Megatron's checkpoint tells it from a Llama.
+            // Megatron's checkpoint looks like a Llama's.
             let phi3 = from.file_name().is_some_and(|name| name == "phi3");
             let named: &[_] = if phi3 { &["hf", "--arch", "phi3"] } else { &["hf"] };
             convert(named, from.join("megatron"), "hf")?;

@@ -192,7 +192,7 @@ fn spot(spot: &Spot, of: &ValueDifference) -> String {
     format!("{place}{a} in A, {b} in B")
 }
 
-/// A float with as many digits as tell it from others of its dtype.
+/// A float with the digits that distinguish it from others of its dtype.
 fn shortest(value: &Value, dtype: &str) -> Value {
     match value.as_f64() {
         Some(x) if value.is_f64() && dtype != "float64" => {

@@ -82,7 +82,7 @@ impl Builder {
         let mut key = keys.next();
         if !children.is_empty() || keys.len() > 0 {
             // A key with others below it is a line of its own. Of several in one place, only their
-            // full names tell which is which.
+            // full names are unambiguous.
             let several = keys.len() > 0;
             let name = |key: usize| match summary.keys.get_index(key) {
                 Some((fqn, _)) if several => fqn.to_string(),

@@ -166,7 +166,7 @@ fn cells(key: &KeySummary) -> Cells {
     }
 }
 
-/// The files a tensor lies in, or the first and the last of many.
+/// The files a tensor is in, or the first and the last of many.
 fn files_of(tensor: &TensorSummary) -> String {
     let mut names: Vec<&str> = Vec::new();
     for chunk in &tensor.chunks {

@@ -302,8 +302,8 @@ fn described(answer: Builder, object: &Object) -> Builder {
         .header(LAST_MODIFIED, httpdate::fmt_http_date(object.modified))
 }
 
-/// What a header `Range` asks of an object: nothing that is understood, nothing that there is, or a
-/// start and an end behind the last byte.
+/// The range of a header `Range`: the first byte, and one behind the last. The outer `None` is a
+/// header that is not understood, the inner one a range outside the object.
 fn range_of(range: &str, length: usize) -> Option<Option<(usize, usize)>> {
     let (first, last) = range.strip_prefix("bytes=")?.split_once('-')?;
     if first.is_empty() {

@@ -115,7 +115,7 @@ impl Objects {
 pub(super) struct Bucket {
     objects: BTreeMap<String, Object>,
     uploads: BTreeMap<String, Upload>,
-    /// The last number that was given to a generation or an upload.
+    /// The last number of a generation or an upload.
     last_number: u64,
 }
 

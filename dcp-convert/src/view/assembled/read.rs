@@ -258,19 +258,19 @@ struct Slots {
 impl Slots {
     fn slot(&self, item: &ReadItem) -> Result<&Slot, CheckpointError> {
         let slot = self.slots.get(item.leaf as usize);
-        slot.ok_or_else(|| bad_plan("", "an item that was not asked for"))
+        slot.ok_or_else(|| bad_plan("", "an item that was not requested"))
     }
 }
 
 /// The caller's item for the region that the reader reports, which may be a part of it.
-fn asked(item: &ReadItem, read: &ReadItem) -> ReadItem {
+fn requested(item: &ReadItem, read: &ReadItem) -> ReadItem {
     ReadItem { entry: item.entry, leaf: item.leaf, kind: read.kind.clone() }
 }
 
 impl DataSink for Slots {
     fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
         match (self.slot(item)?, &item.kind) {
-            (Slot::Passed(passed), _) => self.sink.destination(&asked(passed, item)),
+            (Slot::Passed(passed), _) => self.sink.destination(&requested(passed, item)),
             (Slot::Piece(offsets, view), ReadKind::Tensor { region, .. }) => {
                 let inside = region.relative_to(offsets);
                 let inside = inside.ok_or_else(|| bad_plan("", "it begins before its memory"))?;
@@ -282,7 +282,7 @@ impl DataSink for Slots {
 
     fn commit(&self, item: &ReadItem) -> Result<(), CheckpointError> {
         match self.slot(item)? {
-            Slot::Passed(passed) => self.sink.commit(&asked(passed, item)),
+            Slot::Passed(passed) => self.sink.commit(&requested(passed, item)),
             Slot::Piece(..) => Ok(()),
         }
     }

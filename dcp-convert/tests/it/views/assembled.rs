@@ -13,7 +13,7 @@ fn full(shape: &[u64]) -> Region {
     Region::full(shape).unwrap()
 }
 
-/// Numbers that tell where they stood.
+/// Numbers that encode their place.
 fn numbered(count: u64) -> Vec<u16> {
     (0..count).map(|n| u16::try_from(n + 1).unwrap()).collect()
 }

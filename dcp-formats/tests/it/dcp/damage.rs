@@ -357,7 +357,7 @@ fn t10_a_quantized_folder_is_not_read_as_if_it_were_plain() {
 }
 
 /// T21: in PyTorch's view of an item, a seek from the end lands behind it. Here the ends of items
-/// are found by arithmetic, and a storage refuses what lies behind the last one.
+/// are found by arithmetic, and a storage refuses what is behind the last one.
 #[test]
 fn t21_reads_stay_inside_their_blob() {
     for len in [1, 5_000, 70_000, 300_000] {

@@ -60,7 +60,7 @@ fn a_file_that_is_too_long_for_the_storage_is_refused_before_a_byte_is_written()
     assert!(names(&*storage).is_empty());
 }
 
-/// What a storage returns of a write is not asked for again.
+/// What a storage returns of a write is not requested again.
 #[test]
 fn a_save_asks_for_no_file_that_it_wrote() {
     let tensors = (0..20).fold(State::new(1), |state, number| {

@@ -10,7 +10,7 @@ use dcp_formats::dcp::{DcpFormat, DcpReader, DcpWriter};
 
 use crate::harness::{State, block_on, key, load, load_with, save};
 
-/// The bytes are those of before: only the version tells.
+/// The bytes are those of before: only the version differs.
 #[test]
 fn a_data_file_that_is_replaced_between_two_reads_is_named() {
     let state = State::new(1).rows("w", DType::Float32, &[40, 30], 3).object("step", 7);

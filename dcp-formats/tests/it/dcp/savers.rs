@@ -24,7 +24,7 @@ fn small(seed: u8) -> State {
     State::new(2).rows("w", DType::BFloat16, &[5, 3], seed).object("step", i64::from(seed))
 }
 
-/// A storage without claims on which somebody else is at work too.
+/// A storage without claims that another saver changes too.
 #[derive(Debug)]
 struct Shared {
     inner: Arc<MemoryStorage>,
@@ -170,7 +170,7 @@ fn of_two_savers_stopped_at_every_step_one_wins_and_its_checkpoint_is_whole() {
                 let winner = (1..=2).find(|seed| loaded.same(&small(*seed).loaded()));
                 let winner = winner.unwrap_or_else(|| panic!("neither is there; {at}"));
                 assert!(outcomes[usize::from(winner) - 1].is_ok(), "{at}");
-                // The next saver waits for nobody, and cleans up.
+                // The next saver does not wait, and cleans up.
                 save(&DcpWriter::new(memory.clone()), &small(3)).unwrap();
                 assert!(load(memory.clone()).unwrap().same(&small(3).loaded()), "{at}");
                 assert_eq!(names(&*memory).len(), 4, "{:?}; {at}", names(&*memory));
@@ -224,7 +224,7 @@ fn metadata_written_anew_with_the_same_bytes_is_no_other_save() {
         let (locals, mut global, data) = small(2).plan(&late);
         let plans = late.place(&session, &locals, &mut global).unwrap();
         let reports = write_all(&late, &locals, &plans, data, u64::MAX).await.unwrap();
-        // Written anew, with the same bytes: nobody else was here.
+        // Rewritten with the same bytes: there was no other saver.
         let same = Payload::from(whole.clone());
         storage.put(&key(".metadata"), same, PutMode::Overwrite).await.unwrap();
         late.commit(session, &global.metadata, reports).await.unwrap();

@@ -91,7 +91,7 @@ fn files_cut_short_or_grown_are_found() {
         put(&*storage, name, bytes.to_vec());
         storage
     };
-    // The lengths of files and places tell this one already.
+    // The lengths of files and places show this one already.
     let (strict, findings) = judge(&with(&bytes[..bytes.len() - 1]));
     assert!(strict.contains("\"head\"") && strict.contains("cut short"), "{strict}");
     assert_eq!(findings, []);

@@ -42,7 +42,7 @@ pub fn pickle_rewrite(bytes: &[u8]) {
     };
     let (before, after) = (view(&pickle), view(&again));
     if !before.same(&after) {
-        // Where what is shown is cut depends on how much there is, and nodes are counted anew.
+        // Where what is shown is cut depends on how much there is, and nodes are renumbered.
         let cut = |text: &str| text.contains("<more>") || text.contains("<deeper>");
         let texts = (format!("{before:?}"), format!("{after:?}"));
         assert!(cut(&texts.0) || cut(&texts.1), "{} became {}", texts.0, texts.1);

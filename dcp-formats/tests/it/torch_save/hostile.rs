@@ -331,7 +331,7 @@ fn names_that_clash_are_named() {
         })
     });
     // State for a dict is no pickle that Python could load either.
-    refused(archive(clash, &[]), &["state is given to what has none"]);
+    refused(archive(clash, &[]), &["a value without state"]);
     let clash = b"\x80\x02}(X\x03\x00\x00\x00a.bNX\x01\x00\x00\x00a}X\x01\x00\x00\x00bNsu.";
     let loaded = load(&stored(archive(&clash[..], &[]))).unwrap();
     assert_eq!(loaded.objects.keys().collect::<Vec<_>>(), ["[\"a\"][\"b\"]", "[\"a.b\"]"]);

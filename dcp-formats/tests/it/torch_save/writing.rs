@@ -124,12 +124,12 @@ fn all_that_training_leaves_comes_back() {
             }
             let metadata = metadata(&new).unwrap();
             let paths = metadata.iter().map(|(fqn, entry)| (fqn.clone(), entry.path().cloned()));
-            let asked = items.iter().map(|item| (item.name.clone(), item.path.clone()));
+            let requested = items.iter().map(|item| (item.name.clone(), item.path.clone()));
             let mut paths: Vec<_> = paths.collect();
-            let mut asked: Vec<_> = asked.collect();
+            let mut requested: Vec<_> = requested.collect();
             paths.sort();
-            asked.sort();
-            assert_eq!(paths, asked);
+            requested.sort();
+            assert_eq!(paths, requested);
         }
     }
     assert!(compared > 100, "{compared}");

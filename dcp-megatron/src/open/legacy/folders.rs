@@ -80,7 +80,7 @@ impl LegacyFolders {
         first.ok_or_else(|| missing("mp_rank_00"))
     }
 
-    /// Which rank each of them is of. Where a name has two numbers, `args` tell whether the second
+    /// Which rank each of them is of. Where a name has two numbers, `args` show whether the second
     /// one is that of a pipeline stage, as it is where there is more than one, or of a group of
     /// experts.
     pub(super) fn grid(&self, args: Option<&MegatronArgs>) -> Result<Grid, MegatronError> {
@@ -138,7 +138,7 @@ impl LegacyFolders {
     }
 }
 
-/// How many ranks share each expert, if there are any and the arguments tell.
+/// How many ranks share each expert, if there are any and the arguments have it.
 fn parts_of_experts(args: Option<&MegatronArgs>) -> Option<u32> {
     let args = args?;
     args.num_experts()?;

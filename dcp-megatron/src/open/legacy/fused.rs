@@ -99,7 +99,7 @@ fn by_expert(all: u64, groups: u32, first: &Dims, second: &Dims) -> Option<[Dims
 }
 
 /// Every leaf as distributed checkpoints have it: fused ones in their parts, where the shapes of
-/// the tensors beside them tell these.
+/// their sibling tensors have these.
 pub(super) fn taken_apart(found: Vec<Found>) -> Vec<Found> {
     let sections = Sections::of_all(&found);
     let mut all = Vec::with_capacity(found.len());
@@ -169,7 +169,7 @@ impl Module {
 
 /// What is fused in a module of Mamba or of a gated delta network.
 const FUSED: [&str; 3] = ["in_proj.weight", "conv1d.weight", "conv1d.bias"];
-/// What tells the sizes of its parts, besides.
+/// Other tensors with the sizes of its parts.
 const TELLING: [&str; 2] = ["out_proj.weight", "dt_bias"];
 
 /// The rows of the parts of fused tensors, and their names.

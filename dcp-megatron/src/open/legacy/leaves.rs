@@ -119,7 +119,7 @@ pub(super) async fn collect(
     }
     let found = fused::taken_apart(found);
     let is_hybrid = found.iter().any(|found| found.local.name.starts_with(MIXER));
-    // Nobody gives the norms of hybrid models other names.
+    // The norms of hybrid models have no other names.
     let is_local = !is_hybrid && is_local(&found, args);
     let tied = args.and_then(MegatronArgs::untie_embeddings_and_output_weights) == Some(false);
     let layers = Numbers::of(grid, &found);

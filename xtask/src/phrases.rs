@@ -1,0 +1,96 @@
+//! Phrases that STYLE.md bans from code, documentation, messages and help.
+
+use crate::workspace;
+
+/// Words and phrases, each with what to write instead. They match whole words in any case.
+const BANNED: &[(&str, &str)] = &[
+    ("anew", "again, from the start; reset, recreate"),
+    ("are given", "say where the value comes from: an option, an argument"),
+    ("asked", "requested"),
+    ("asks", "requests, needs"),
+    ("believe", "report, use"),
+    ("believes", "reports, uses"),
+    ("borne out", "confirmed, complete"),
+    ("everybody", "every rank, every reader"),
+    ("goes along", "is kept, is copied"),
+    ("hears", "receives, reads"),
+    ("in vain", "name the result"),
+    ("is given", "say where the value comes from: an option, an argument"),
+    ("is said to be", "is reported as"),
+    ("is told", "receives"),
+    ("knows", "has, contains, supports"),
+    ("lies beside", "is in the same folder"),
+    ("lies in", "is in"),
+    ("lies outside", "is outside"),
+    ("of no more use", "failed, closed"),
+    ("somebody", "name the process or the user"),
+    ("taken for", "recognized as"),
+    ("tells", "shows, reports, distinguishes"),
+    ("told", "reported, recorded"),
+    ("vouch", "verify"),
+    ("vouches", "verifies"),
+    ("wants", "needs, requests"),
+    ("was given", "say where the value comes from: an option, an argument"),
+    ("were given", "say where the value comes from: an option, an argument"),
+    ("what becomes of", "the state of, the treatment of"),
+    ("what stands for", "name the thing"),
+    ("without a word", "silently"),
+];
+
+/// Files that name the phrases to ban them.
+const NAME_THEM: &[&str] = &["STYLE.md", "xtask/src/phrases.rs"];
+
+/// Kinds of files that people of this project write.
+const WRITTEN: &[&str] = &["rs", "md", "toml", "py"];
+
+/// The banned phrases of a text, with their lines. A phrase that a line break cuts is found too.
+fn banned(text: &str) -> Vec<(usize, &'static str)> {
+    let (mut joined, mut starts) = (String::new(), Vec::new());
+    for line in text.lines() {
+        starts.push(joined.len());
+        let line = line.trim().trim_start_matches(['/', '!', '#', '*']).trim_start();
+        joined.push_str(&line.to_lowercase());
+        joined.push(' ');
+    }
+    let is_word = |c: char| c.is_alphanumeric() || c == '_';
+    let mut found = Vec::new();
+    for (phrase, _) in BANNED {
+        for (at, _) in joined.match_indices(phrase) {
+            let (before, behind) = (&joined[..at], &joined[at + phrase.len()..]);
+            if !before.ends_with(is_word) && !behind.starts_with(is_word) {
+                found.push((starts.partition_point(|start| *start <= at), *phrase));
+            }
+        }
+    }
+    found.sort_unstable();
+    found
+}
+
+#[test]
+fn no_banned_phrase_comes_back() {
+    let mut wrong = Vec::new();
+    let mut count = 0;
+    for file in workspace::files().unwrap() {
+        let name = file.display().to_string();
+        let is_written =
+            file.extension().is_some_and(|kind| WRITTEN.iter().any(|written| kind == *written));
+        if !is_written || NAME_THEM.contains(&&*name) || name.starts_with("fixtures/") {
+            continue;
+        }
+        let Ok(text) = std::fs::read_to_string(workspace::root().join(&file)) else { continue };
+        count += 1;
+        for (line, phrase) in banned(&text) {
+            let instead = BANNED.iter().find(|(banned, _)| *banned == phrase).unwrap().1;
+            wrong.push(format!("{name}:{line}: {phrase:?}; better: {instead}"));
+        }
+    }
+    assert!(count > 500, "{count} files");
+    assert!(wrong.is_empty(), "phrases that STYLE.md bans:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn phrases_are_found_across_lines() {
+    let text = "/// A shard that lies\n/// in a file.\n// Nobody told `it_is_told`.\n";
+    assert_eq!(banned(text), [(1, "lies in"), (3, "told")]);
+    assert!(banned("retold tell knowsit").is_empty());
+}

@@ -90,7 +90,7 @@ pub struct RunStep {
     pub files: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// When the last of them was written, in seconds since 1970, where the storage knows.
+    /// When the last of them was written, in seconds since 1970, if the storage has it.
     pub modified: Option<u64>,
     /// The metrics that were recorded for it.
     pub metrics: BTreeMap<String, f64>,
@@ -103,7 +103,7 @@ pub struct RunStep {
 }
 
 impl RunStep {
-    /// What a retention policy knows of it.
+    /// The facts for a retention policy.
     #[must_use]
     pub fn facts(&self) -> StepFacts {
         StepFacts {

@@ -43,20 +43,20 @@ pub struct Prune {
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PrunePlan {
-    /// Every checkpoint of the run, in ascending order of steps, with what becomes of it.
+    /// Every checkpoint of the run, in ascending order of steps, with its decision.
     pub steps: Vec<Planned>,
-    /// The checkpoints that are newer than the newest valid one, where that was asked for.
+    /// The checkpoints that are newer than the newest valid one, where that was requested.
     pub skipped: Vec<SkippedStep>,
 }
 
-/// A checkpoint, and what becomes of it.
+/// A checkpoint and its decision.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Planned {
     /// The checkpoint.
     #[serde(flatten)]
     pub step: RunStep,
-    /// What becomes of it.
+    /// Whether it is kept, and why.
     #[serde(flatten)]
     pub decision: Decision,
 }

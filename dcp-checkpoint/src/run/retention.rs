@@ -7,13 +7,13 @@ use std::time::{Duration, SystemTime};
 
 use serde::Serialize;
 
-/// What a retention policy knows of a complete checkpoint.
+/// The facts of a complete checkpoint for a retention policy.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct StepFacts {
     /// The training step.
     pub step: u64,
-    /// When its last file was written, where the storage knows.
+    /// When its last file was written, if the storage has it.
     pub saved: Option<SystemTime>,
     /// The metrics that were recorded for it.
     pub metrics: BTreeMap<String, f64>,
@@ -70,7 +70,7 @@ impl StepFacts {
 
 /// A rule that says which checkpoints of a run are kept.
 ///
-/// A policy is a function of what it is given: it reads no clock and no storage. [`AnyOf`] and
+/// A policy is a pure function: it reads no clock and no storage. [`AnyOf`] and
 /// [`AllOf`] compose policies.
 ///
 /// ```
@@ -305,7 +305,7 @@ fn joined(policies: &[Arc<dyn Retention>], by: &str, none: &str) -> String {
     }
 }
 
-/// What becomes of a checkpoint, and why.
+/// Whether a checkpoint is kept, and why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Decision {

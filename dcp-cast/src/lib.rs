@@ -122,8 +122,8 @@ impl Caster {
                 if !options.truncate =>
             {
                 return Err(refuse(format!(
-                    "would lose the fractions of its numbers from {from} to {to}; ask for \
-                     truncation to allow it"
+                    "would lose the fractions of its numbers from {from} to {to}; allow \
+                     truncation to drop them"
                 )));
             }
             (Kind::Float, Kind::Float) => {

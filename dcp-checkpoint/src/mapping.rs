@@ -81,7 +81,7 @@ impl Origin {
     }
 }
 
-/// Whether tensors have names by which models of Megatron-Core ask for them: `decoder.layers.…`, one
+/// Whether tensors have names by which models of Megatron-Core request them: `decoder.layers.…`, one
 /// tensor for all layers or one each, or those of the embedding, without a prefix.
 async fn has_megatron_names(source: &Source) -> Result<bool, Error> {
     let metadata = source.metadata().await?;

@@ -43,7 +43,7 @@ pub enum ConvertError {
         target: String,
     },
     /// Checkpoints that cannot be combined.
-    #[error("the checkpoints do not go together: {}", first_of(.problems))]
+    #[error("the checkpoints are incompatible: {}", first_of(.problems))]
     Disagreement {
         /// One message for each key that prevents it.
         problems: Vec<String>,
@@ -59,7 +59,7 @@ pub enum ConvertError {
     /// The objects to write name Python functions or classes that are not known to be harmless and
     /// that [`JobOptions::callables`](crate::JobOptions::callables) does not allow. Python would
     /// run them when it loads the target.
-    #[error("Python would run what is not known to be harmless when it loads the copy: {}", first_of(&in_words(.found)))]
+    #[error("loading the copy in Python would run code that is not known to be harmless: {}", first_of(&in_words(.found)))]
     Callables {
         /// The functions and classes, with their places.
         found: Vec<ForeignCallable>,

@@ -4,6 +4,7 @@
 //! Chunks are stored in columns and names are interned, because a checkpoint of thousands of ranks
 //! has millions of chunks. Element counts are per axis; file positions are in bytes.
 
+mod entry_name;
 mod rename;
 
 use std::collections::HashMap;

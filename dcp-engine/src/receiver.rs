@@ -96,8 +96,8 @@ impl<'a> Receiver<'a> {
             let there = part.relative_to(sent.offsets()).ok_or_else(outside)?;
             let place = open.place(&part, self.sink)?;
             let fill = |bytes: &[u8]| {
-                let fqn = self.metadata.at(entry as usize).map_or("", |(fqn, _)| fqn);
-                let failed = |source| CheckpointError::Memory { fqn: fqn.to_owned(), source };
+                let fqn = || self.metadata.entry_name(entry as usize).into_owned();
+                let failed = |source| CheckpointError::Memory { fqn: fqn(), source };
                 place.fill_from(bytes).map_err(failed)
             };
             if part == *sent {
@@ -173,9 +173,7 @@ impl<'a> Receiver<'a> {
             self.sink.destination(item)?;
             self.sink.commit(item)?;
         }
-        let name = |entry: u32| {
-            self.metadata.at(entry as usize).map_or_else(String::new, |(fqn, _)| fqn.to_string())
-        };
+        let name = |entry: u32| self.metadata.entry_name(entry as usize).into_owned();
         let parts = self.tensors.iter().flat_map(|((entry, _), opens)| {
             let missing = opens.iter().filter(|open| open.missing > 0);
             missing

@@ -49,7 +49,7 @@ pub enum MappingError {
         known: Vec<&'static str>,
     },
     /// The weights are not those of a model of the mapping's family.
-    #[error("the checkpoint is none of the models of the family {family}: {why}", family = Quoted(.family), why = Message(.why))]
+    #[error("the checkpoint is not a model of the family {family}: {why}", family = Quoted(.family), why = Message(.why))]
     OtherFamily {
         /// The mapping's name.
         family: String,

@@ -319,7 +319,7 @@ pub(crate) async fn group_members(
     let values = read_values(reader, metadata, &entries).await?;
     let mut members = Vec::with_capacity(lists.len());
     for ((group, at), value) in lists.into_iter().zip(values) {
-        let fqn = || metadata.at(at).map_or_else(String::new, |(fqn, _)| fqn.to_string());
+        let fqn = || metadata.entry_name(at).into_owned();
         members.push((group, names(&value).ok_or_else(|| not_names(fqn(), &value))?));
     }
     Ok(members)

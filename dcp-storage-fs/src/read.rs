@@ -246,7 +246,7 @@ mod tests {
         let file = file_of(&[7; 10]);
         let error = filled(&file, [(0, 4), (4, 4), (8, 4)].into_iter()).unwrap_err();
         assert_eq!(error.kind(), StorageErrorKind::Truncated);
-        assert!(error.to_string().contains("behind byte 10"), "{error}");
+        assert!(error.to_string().contains("ends at byte 10"), "{error}");
     }
 
     fn filled(

@@ -14,7 +14,7 @@ use object_store::client::{
 };
 use object_store::{ClientOptions, Result};
 
-/// The longest pause that an answer can ask for.
+/// The longest pause that an answer can request.
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 
 tokio::task_local! {

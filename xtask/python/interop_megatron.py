@@ -95,7 +95,7 @@ def objects(tp, pp, world):
     ]
 
 
-# These exist once per rank or model-parallel rank, so other layouts cannot ask for them.
+# These exist once per rank or model-parallel rank, so other layouts cannot request them.
 TIED_TO_RANKS = {"rng_state", "rerun_state_machine_state"}
 
 

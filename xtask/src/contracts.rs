@@ -97,3 +97,27 @@ fn default_methods_are_found() {
         traits(source).iter().map(|(name, block)| (*name, has_default_method(block))).collect();
     assert_eq!(found, [("A", false), ("C", true)]);
 }
+
+/// A key of an error names what failed. `CheckpointMetadata::entry_name` has a name for any entry.
+#[test]
+fn no_error_has_an_empty_key() {
+    let empty = [
+        "fqn: String::new()",
+        "bad_plan(\"\"",
+        "map_or(\"\", |(fqn, _)|",
+        "map_or_else(String::new, |(fqn, _)|",
+    ];
+    let mut found = Vec::new();
+    for (file, source) in rust_sources() {
+        // A selection of keys maps names to names.
+        if file.ends_with("contracts.rs") || file.ends_with("keys/select.rs") {
+            continue;
+        }
+        for (number, line) in lines_before_tests(&source).enumerate() {
+            if empty.iter().any(|text| line.contains(text)) {
+                found.push(format!("{}:{}: {}", file.display(), number + 1, line.trim()));
+            }
+        }
+    }
+    assert!(found.is_empty(), "errors with an empty key:\n{}", found.join("\n"));
+}

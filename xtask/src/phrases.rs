@@ -6,6 +6,7 @@ use crate::workspace;
 const BANNED: &[(&str, &str)] = &[
     ("anew", "again, from the start; reset, recreate"),
     ("are given", "say where the value comes from: an option, an argument"),
+    ("ask", "request, call"),
     ("asked", "requested"),
     ("asks", "requests, needs"),
     ("believe", "report, use"),

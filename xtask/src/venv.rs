@@ -109,7 +109,7 @@ pub(crate) fn object() -> Result<PathBuf> {
     on_top("object", &[S3FS, S3_TORCH_CONNECTOR], OBJECT_NEEDS)
 }
 
-/// The Python of an environment in which `packages`, which ask for a PyTorch but run on this one,
+/// The Python of an environment in which `packages`, which request a PyTorch but run on this one,
 /// and what they `need` are on top of the environment of [`NEWEST`].
 fn on_top(name: &str, packages: &[&str], needs: &[&str]) -> Result<PathBuf> {
     let torch = python(NEWEST)?;

@@ -253,5 +253,5 @@ fn a_format_that_may_be_several_is_refused_with_all_of_them() {
 fn checkpoints_of_other_shapes_are_not_averaged_and_the_hint_helps() {
     let run = dcp(["average", "fsdp2_adam_2r", "t21_plain", "--out", "nowhere", "--to=dcp"]);
     assert!(!run.stderr.contains("--non-float"), "{}", run.stderr);
-    run.fails(2, &["do not go together", "--keys-only` lists the others"]);
+    run.fails(2, &["are incompatible", "--keys-only` lists the others"]);
 }

@@ -21,7 +21,7 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Handshakes that go on at the same time.
 const MAX_HANDSHAKES: u32 = 128;
 
-/// Groups that others may ask for before this rank does.
+/// Groups that others may request before this rank does.
 const MAX_INBOXES: usize = 1024;
 
 /// The group of all ranks.

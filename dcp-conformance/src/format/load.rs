@@ -135,7 +135,7 @@ impl Load {
             ensure!(found == one.expected, "{} of {:?} has other bytes", one.region, one.fqn);
         }
         for item in self.items.iter().filter(|item| item.kind == ReadKind::Object) {
-            let fqn = metadata.at(item.entry as usize).map_or("", |(fqn, _)| &**fqn);
+            let fqn = &*metadata.entry_name(item.entry as usize);
             let found: Vec<_> =
                 arrived.objects.iter().filter(|(entry, _)| *entry == item.entry).collect();
             ensure!(found.len() == 1, "the object {fqn:?} came {} times", found.len());

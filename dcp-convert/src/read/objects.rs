@@ -66,7 +66,7 @@ async fn held_max(source: &Source, metadata: &CheckpointMetadata) -> u64 {
 }
 
 fn too_much(metadata: &CheckpointMetadata, entry: usize, limit: u64) -> CheckpointError {
-    let fqn = metadata.at(entry).map_or_else(String::new, |(fqn, _)| fqn.to_string());
+    let fqn = metadata.entry_name(entry).into_owned();
     let problem = format!(
         "the objects before it take more than {limit} bytes when each is read by itself, because \
          they share memory in the file; take fewer of them, or the file as it is"
@@ -194,7 +194,7 @@ async fn read_up_to(
 }
 
 fn missing(metadata: &CheckpointMetadata, entry: usize) -> CheckpointError {
-    let fqn = metadata.at(entry).map_or_else(String::new, |(fqn, _)| fqn.to_string());
+    let fqn = metadata.entry_name(entry).into_owned();
     PlanError::Unsupported { fqn, problem: "the metadata does not say where its bytes are".into() }
         .into()
 }
@@ -216,9 +216,8 @@ struct Taken {
 
 impl DataSink for ObjectSink {
     fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
-        let known = self.metadata.at(item.entry as usize);
         Err(PlanError::Unsupported {
-            fqn: known.map_or_else(String::new, |(fqn, _)| fqn.to_string()),
+            fqn: self.metadata.entry_name(item.entry as usize).into_owned(),
             problem: "a tensor where an object was requested".to_owned(),
         }
         .into())

@@ -39,8 +39,8 @@ impl TensorReader {
         let at = metadata.at(entry);
         let tensor = at.and_then(|(fqn, entry)| Some((Arc::clone(fqn), entry.as_tensor()?)));
         let (Some((fqn, tensor)), Ok(entry)) = (tensor, u32::try_from(entry)) else {
-            let fqn = at.map_or("", |(fqn, _)| fqn);
-            return Err(bad_plan(fqn, format!("entry {entry} of the metadata is no tensor")));
+            let problem = format!("entry {entry} of the metadata is no tensor");
+            return Err(bad_plan(&metadata.entry_name(entry), problem));
         };
         let mut chunks = Vec::with_capacity(tensor.chunks.len());
         for (index, chunk) in (0_u32..).zip(tensor.chunks.iter()) {

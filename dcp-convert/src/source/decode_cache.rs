@@ -137,7 +137,7 @@ fn coded(metadata: &CheckpointMetadata, item: &ReadItem) -> Option<Coded> {
 }
 
 fn name(metadata: &CheckpointMetadata, item: &ReadItem) -> String {
-    metadata.at(item.entry as usize).map_or_else(String::new, |(fqn, _)| fqn.to_string())
+    metadata.entry_name(item.entry as usize).into_owned()
 }
 
 #[async_trait]
@@ -272,7 +272,7 @@ mod tests {
         let parts = futures_util::future::try_join_all(at_once).await.unwrap();
         let found: Vec<u8> = parts.iter().flat_map(|part| part.to_bytes()).collect();
         assert_eq!(found, (0..80).collect::<Vec<u8>>());
-        // The last chunk was kept; the first is decoded once for all that ask at once.
+        // The last chunk was kept; the first is decoded once for all concurrent requests.
         assert_eq!(counting.reads.swap(2, Ordering::Relaxed), 4);
         // What takes chunks whole needs nothing kept.
         assert_eq!(read_tensor(&tensor, &all, 1, 0..80).await.unwrap().len(), 80);

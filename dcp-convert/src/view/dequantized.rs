@@ -19,7 +19,7 @@ use dcp_formats::hf::{BLOCK, E2M1, QuantScheme, Quantized, configured_block, fin
 
 use super::matrix::{Matrix, exchange, outer_indices, transposed};
 use super::scales::{Scales, Tile, floats};
-use super::scratch::{Scratch, bad_plan, name};
+use super::scratch::{Scratch, bad_item, bad_plan, name};
 use super::translated::Translated;
 use super::unwrapped::Unwrapped;
 use crate::cast::{CastCounts, CastOptions, Caster};
@@ -458,7 +458,8 @@ impl StorageReader for Dequantized {
         let mut unchanged = LoadPlan::default();
         for item in &plan.items {
             let shown = self.entries.get(item.entry as usize);
-            let shown = shown.ok_or_else(|| bad_plan("", "there is no such entry"))?;
+            let shown =
+                shown.ok_or_else(|| bad_item(format!("there is no entry {}", item.entry)))?;
             let (ReadKind::Tensor { region, .. }, Some(weight)) = (&item.kind, &shown.weight)
             else {
                 unchanged.items.push(ReadItem { entry: shown.inner, ..item.clone() });

@@ -11,7 +11,7 @@ use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, StorageReader};
 
 use super::equality::{Input, difference};
 use super::joined::Joined;
-use super::scratch::bad_plan;
+use super::scratch::{bad_item, bad_plan};
 use super::translated::Translated;
 use crate::error::ConvertError;
 use crate::integrity::check::refuse_unsound;
@@ -182,7 +182,8 @@ impl StorageReader for Merged {
             let place = self.inward.get(item.entry as usize);
             let found =
                 place.and_then(|(part, entry)| Some((plans.get_mut(*part as usize)?, entry)));
-            let (plan, entry) = found.ok_or_else(|| bad_plan("", "it is in no part"))?;
+            let (plan, entry) =
+                found.ok_or_else(|| bad_item(format!("entry {} is in no part", item.entry)))?;
             plan.items.push(ReadItem { entry: *entry, ..item.clone() });
         }
         let mut report = ReadReport::default();

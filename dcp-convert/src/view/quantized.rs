@@ -115,7 +115,7 @@ impl Quantized {
         entry: u32,
         placement: Placement,
     ) -> Result<dcp_core::Value, CheckpointError> {
-        let fqn = self.metadata.at(entry as usize).map_or("", |(fqn, _)| fqn);
+        let fqn = &*self.metadata.entry_name(entry as usize);
         archived_value(&self.inner, &self.metadata, fqn, placement).await
     }
 }

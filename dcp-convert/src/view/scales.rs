@@ -7,7 +7,7 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, Dims, PlanError, Region, StorageReader,
 };
 
-use super::scratch::{Scratch, bad_plan, name};
+use super::scratch::{Scratch, bad_item, bad_plan, name};
 use crate::cast::{CastCounts, CastOptions, Caster};
 
 /// The maximum number of scales in a tile, along the last axis and in all.
@@ -62,7 +62,8 @@ impl Scales {
         col: u64,
     ) -> Result<(Arc<Tile>, u64), CheckpointError> {
         let tensor = self.metadata.at(entry as usize).and_then(|(_, entry)| entry.as_tensor());
-        let tensor = tensor.ok_or_else(|| bad_plan("", "scales that are no tensor"))?;
+        let tensor = tensor
+            .ok_or_else(|| bad_item(format!("the scales at entry {entry} are not a tensor")))?;
         let (height, width) = match &*tensor.shape {
             [] => (1, 1),
             [width] => (1, *width),

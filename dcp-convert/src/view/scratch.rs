@@ -84,11 +84,18 @@ impl Scratch {
 
 /// The name of an entry, for errors.
 pub(super) fn name(metadata: &CheckpointMetadata, entry: u32) -> Arc<str> {
-    metadata.at(entry as usize).map_or_else(|| "".into(), |(fqn, _)| Arc::clone(fqn))
+    metadata
+        .at(entry as usize)
+        .map_or_else(|| metadata.entry_name(entry as usize).into(), |(fqn, _)| Arc::clone(fqn))
 }
 
 pub(super) fn bad_plan(fqn: &str, problem: impl Into<String>) -> CheckpointError {
     PlanError::Unsupported { fqn: fqn.to_owned(), problem: problem.into() }.into()
+}
+
+/// An error of a plan that concerns no key.
+pub(super) fn bad_item(problem: impl Into<String>) -> CheckpointError {
+    PlanError::Wire { problem: problem.into() }.into()
 }
 
 /// Memory of the parts, by the leaf of their items.
@@ -98,7 +105,7 @@ struct Views(Vec<TensorView>);
 impl DataSink for Views {
     fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
         let view = self.0.get(item.leaf as usize).cloned();
-        view.ok_or_else(|| bad_plan("", "an item that was not requested"))
+        view.ok_or_else(|| bad_item("an item that was not requested"))
     }
 
     fn commit(&self, _item: &ReadItem) -> Result<(), CheckpointError> {
@@ -106,6 +113,6 @@ impl DataSink for Views {
     }
 
     fn object(&self, _item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
-        Err(bad_plan("", "an object where a tensor was requested"))
+        Err(bad_item("an object where a tensor was requested"))
     }
 }

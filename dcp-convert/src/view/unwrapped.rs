@@ -13,7 +13,7 @@ use dcp_core::{
     Value,
 };
 
-use super::scratch::{SCRATCH, bad_plan, name, pieces};
+use super::scratch::{SCRATCH, bad_item, bad_plan, name, pieces};
 use super::torchao::{Quantized, is_known};
 use crate::cast::{CastCounts, CastOptions, Caster};
 use crate::error::ConvertError;
@@ -182,7 +182,7 @@ struct One(Mutex<Option<Value>>);
 
 impl DataSink for One {
     fn destination(&self, _item: &ReadItem) -> Result<TensorView, CheckpointError> {
-        Err(bad_plan("", "a tensor where an object was requested"))
+        Err(bad_item("a tensor where an object was requested"))
     }
 
     fn commit(&self, _item: &ReadItem) -> Result<(), CheckpointError> {

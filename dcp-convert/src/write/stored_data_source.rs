@@ -175,8 +175,8 @@ impl CheckpointData {
     ) -> Result<Payload, CheckpointError> {
         let mut values = read_objects(&self.source, metadata, &[entry]).await;
         let gone = || PlanError::Unsupported {
-            fqn: metadata.at(entry).map_or_else(String::new, |(fqn, _)| fqn.to_string()),
-            problem: "it was there, and is not any more".to_owned(),
+            fqn: metadata.entry_name(entry).into_owned(),
+            problem: "it disappeared during the job".to_owned(),
         };
         let value = values.remove(&entry).ok_or_else(gone)??;
         Ok(Payload::from(encode_object(&value)?))

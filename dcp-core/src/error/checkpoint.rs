@@ -55,8 +55,8 @@ pub enum CheckpointError {
     /// There is no group, or it broke outside of any step.
     #[error(transparent)]
     Collective(#[from] CollectiveError),
-    /// The ranks lost each other in a save or load.
-    #[error("the ranks lost each other {}{}", in_step(.phase), .standing)]
+    /// The group of ranks broke in a save or load.
+    #[error("the group of ranks broke {}{}", in_step(.phase), .standing)]
     Lost {
         /// The step in which this rank was.
         phase: Phase,

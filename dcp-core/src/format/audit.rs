@@ -15,7 +15,7 @@ use crate::metadata::CheckpointMetadata;
 /// checksums, bytes that no tensor covers, files that the index does not name.
 ///
 /// A format gives it to [`OpenedCheckpoint::with_audit`](super::OpenedCheckpoint::with_audit).
-/// `verify` and every job that compares what it reads then ask it.
+/// `verify` and every job that compares what it reads then call it.
 #[async_trait]
 pub trait CheckpointAudit: fmt::Debug + Send + Sync + 'static {
     /// What the index, and the names and lengths of files show. No tensor is read.

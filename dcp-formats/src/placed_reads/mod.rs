@@ -41,8 +41,7 @@ type Checksums = Arc<HashMap<(u64, u64), u32>>;
 
 /// Reads items at the placements in the metadata, with few requests and little memory. Serves every
 /// format that stores chunks unencoded ([`Layout::Raw`](dcp_core::metadata::Layout::Raw)) or in
-/// archives of
-/// their own.
+/// archives of their own.
 pub(crate) struct PlacedReads {
     storage: Arc<dyn Storage>,
     checksums: Checksums,

@@ -325,15 +325,16 @@ impl TorchSaveReader {
             return Err(unplanned("the memory for it has another shape or element size"));
         }
         let (storage, key) = (&*self.storage, &self.key);
+        let fqn = index.metadata.entry_name(item.entry as usize);
         let order = index.contents.byte_order;
         let bytes_read = match record.method {
             Method::Stored => {
                 let place = Place::File { storage, key, start: record.data.start };
-                strided::read(place, layout, order, region, &view).await?
+                strided::read(place, layout, order, region, &view, &fqn).await?
             }
             Method::Deflated => {
                 let (content, read) = self.inflated.get(storage, key, record).await?;
-                strided::read(Place::Memory(&content), layout, order, region, &view).await?;
+                strided::read(Place::Memory(&content), layout, order, region, &view, &fqn).await?;
                 read
             }
         };

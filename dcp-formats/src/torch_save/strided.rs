@@ -38,6 +38,7 @@ pub(super) async fn read(
     byte_order: ByteOrder,
     region: &Region,
     view: &TensorView,
+    fqn: &str,
 ) -> Result<u64, CheckpointError> {
     let mut read = 0;
     let mut parts = vec![region.clone()];
@@ -56,7 +57,7 @@ pub(super) async fn read(
         let target = view.narrow(&inner)?;
         target
             .fill_from(&elements)
-            .map_err(|source| CheckpointError::Memory { fqn: String::new(), source })?;
+            .map_err(|source| CheckpointError::Memory { fqn: fqn.to_owned(), source })?;
     }
     Ok(read)
 }

@@ -344,11 +344,11 @@ fn fill_in(
         let problem = format!("the memory for {region} has shape {}", view.shape());
         return Err(PlanError::Wire { problem }.into());
     }
-    let fqn = metadata.at(item.entry as usize).map_or("", |(fqn, _)| fqn);
+    let fqn = metadata.entry_name(item.entry as usize);
     for run in view.runs() {
         let loan = view.memory().lend(run);
-        let mut loan =
-            loan.map_err(|source| CheckpointError::Memory { fqn: fqn.to_owned(), source })?;
+        let mut loan = loan
+            .map_err(|source| CheckpointError::Memory { fqn: fqn.clone().into_owned(), source })?;
         loan.fill(0);
     }
     sink.commit(item)

@@ -46,7 +46,7 @@ pub enum MegatronError {
         paths: Vec<String>,
     },
     /// No strategy is registered for a backend in its version.
-    #[error("nothing here {does} {backend}; there is {}", listed(.registered), backend = Message(.backend))]
+    #[error("no registered strategy {does} {backend}; registered: {}", listed(.registered), backend = Message(.backend))]
     NoStrategy {
         /// What it should do.
         does: &'static str,
@@ -58,7 +58,7 @@ pub enum MegatronError {
     /// There is no complete Megatron-Core checkpoint.
     #[error("{message}", message = Message(.message))]
     NotACheckpoint {
-        /// What there is instead, and what to do.
+        /// The contents of the folder, and what to do.
         message: String,
     },
     /// The backend, or its version, is unknown. Register the strategy of a plug-in to open it
@@ -79,31 +79,31 @@ pub enum MegatronError {
     },
     /// The tracker of a run cannot be parsed.
     #[error(
-        "which checkpoint of the run is the latest is not known; write its iteration into the \
-         file, or open the folder of a checkpoint itself"
+        "the latest checkpoint of the run is unknown; write its iteration into the tracker file, \
+         or open the folder of a checkpoint itself"
     )]
     Tracker(#[source] FormatError),
     /// The tracker of a run names a checkpoint that is not there, or was not finished.
     #[error(
-        "the tracker of the run says {tracked}, but {folder} is no finished checkpoint; restore \
+        "the tracker of the run says {tracked}, but {folder} is not a complete checkpoint; restore \
          it, write the iteration of another one into the tracker, or allow the load to fall back \
          to the last complete one", folder = Message(.folder))]
     TrackedAbsent {
         /// What the tracker says.
         tracked: Tracked,
-        /// The folder that it means.
+        /// The folder of that checkpoint.
         folder: String,
     },
     /// A job that changes a checkpoint got the folder of a run instead of a checkpoint.
     #[error(
-        "this is the folder of a run, and of which of its checkpoints is not said; name the folder \
-         of the checkpoint itself, such as {folder}", folder = Message(.folder))]
+        "this is the folder of a run with several checkpoints; name the folder of one of them, \
+         such as {folder}", folder = Message(.folder))]
     FolderOfRun {
         /// The folder of the checkpoint that the tracker names, or else of the last complete one.
         folder: String,
     },
     /// Files differ from `integrity.json`, or a requested verification finds no manifest.
-    #[error("the checkpoint is not what was saved: {}", some(.problems))]
+    #[error("the checkpoint is damaged: {}", some(.problems))]
     Damaged {
         /// What is wrong, by file.
         problems: Vec<String>,
@@ -168,7 +168,7 @@ pub enum MegatronError {
         problem: String,
     },
     /// An invalid parallel layout.
-    #[error("there is no job of {layout}: {problem}", problem = Message(.problem))]
+    #[error("no job has the layout {layout}: {problem}", problem = Message(.problem))]
     Layout {
         /// The layout.
         layout: ParallelLayout,

@@ -36,7 +36,7 @@ const OBJECTS_BYTES_MAX: u64 = 1 << 30;
 /// The common state is the writer's, if it has one, else the source's own: the entry
 /// [`COMMON_STATE`]. It is taken over as it is: arguments in it go on to say how the run that
 /// saved it was laid out, as the random states among the objects do, which Megatron-LM passes
-/// over where the two layouts differ. With the sizes of `layout` in the arguments it would ask for
+/// over where the two layouts differ. With the sizes of `layout` in the arguments it would request
 /// random states and rerun states of ranks that never were. With [`MegatronForm::CommonFile`]
 /// arguments of classes that some version since 0.6 does not load are written as plain values, and
 /// [`ConversionReport::replaced`] names them. An object that has no place in a grid becomes one of a grid of

@@ -23,7 +23,7 @@ pub trait SaveStrategy: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// When the backend cannot write as the settings ask.
+    /// When the backend does not support the settings.
     fn writer(
         &self,
         storage: &Arc<dyn Storage>,
@@ -300,7 +300,7 @@ mod tests {
         let error = Strategies::default().load(&newer).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "nothing here loads from \"torch_dist\" version 2; there is \"torch_dist\" version 1, \
+            "no registered strategy loads from \"torch_dist\" version 2; registered: \"torch_dist\" version 1, \
              \"zarr\" version 1"
         );
         assert!(

@@ -23,7 +23,7 @@ type Merge = dyn Fn(&FactoryParts, Value) -> Result<Value, ShardError> + Send + 
 ///
 /// Factories of Megatron-Core up to 0.15 had a `flattened_range`, too: the optimizer's states were
 /// ranges of flattened shards. One here takes none, and no factory here cuts a flattened shard. To
-/// load such states, ask for the whole shard, as its parameter is cut, and take the range of what
+/// load such states, request the whole shard, as its parameter is cut, and take the range of what
 /// was loaded: tensors that are stored flattened have their own shapes here.
 #[derive(Clone)]
 pub struct ShardedTensorFactory {

@@ -506,7 +506,7 @@ mod tests {
         assert!(text.contains("shard [4:7] of rank 1"), "{text}");
     }
 
-    /// Traps 11 and 12: Megatron-Core leaves irregular grids to PyTorch, which does not ask for
+    /// Traps 11 and 12: Megatron-Core leaves irregular grids to PyTorch, which does not request
     /// coverage when one rank saves.
     #[test]
     fn trap_11_trap_12_irregular_grids_are_checked_for_overlap_and_coverage() {

@@ -368,7 +368,7 @@ fn unknown_backends_are_named_with_the_known_ones() {
     let error = block_on(save(&state, &memory(), &options)).unwrap_err().to_string();
     assert_eq!(
         error,
-        "nothing here saves to \"zarr\" version 1; there is \"torch_dist\" version 1"
+        "no registered strategy saves to \"zarr\" version 1; registered: \"torch_dist\" version 1"
     );
     let storage = memory();
     crate::support::put(

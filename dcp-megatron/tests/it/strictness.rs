@@ -47,7 +47,10 @@ fn stored() -> Arc<dyn Storage> {
 }
 
 /// Requests `a`, which is stored, and `c`, which is not.
-fn ask(storage: &Arc<dyn Storage>, strict: StrictHandling) -> Result<Loaded, MegatronError> {
+fn load_a_and_c(
+    storage: &Arc<dyn Storage>,
+    strict: StrictHandling,
+) -> Result<Loaded, MegatronError> {
     let request =
         ShardedStateDict::from([("a", described("a", &[4])), ("c", described("c", &[4]))]);
     block_on(load(&request, storage, &MegatronLoadOptions::new().strict(strict)))
@@ -61,7 +64,7 @@ fn set(keys: &[&str]) -> BTreeSet<Arc<str>> {
 fn each_of_the_eight_modes_returns_what_megatron_returns() {
     let storage = stored();
     for strict in StrictHandling::ALL {
-        let loaded = ask(&storage, strict);
+        let loaded = load_a_and_c(&storage, strict);
         match strict {
             StrictHandling::AssumeOkUnexpected => {
                 let error = loaded.unwrap_err().to_string();
@@ -123,7 +126,7 @@ fn missing_is_what_no_rank_asks_for_and_unexpected_is_this_rank_s() {
             MegatronLoadOptions::new().group(group).strict(StrictHandling::RaiseUnexpected);
         block_on(load(&request, &storage, &options)).unwrap_err().to_string()
     });
-    assert_eq!(raised[0], raised[1], "what one rank must not ask for fails all");
+    assert_eq!(raised[0], raised[1], "what one rank must not request fails all");
 }
 
 /// Trap 16: Megatron-Core looks at keys of objects without their place.
@@ -259,7 +262,7 @@ fn ranks_that_cast_other_tensors_see_the_same_checkpoint() {
         block_on(load(&request, &storage, &options)).unwrap_err().to_string()
     });
     assert!(
-        errors[0] == errors[1] && errors[0].contains("all must ask for the same"),
+        errors[0] == errors[1] && errors[0].contains("all must request the same"),
         "{errors:?}"
     );
 }
@@ -301,7 +304,7 @@ fn a_factory_goes_as_a_whole_when_a_part_is_not_stored() {
     assert_eq!(loaded.unexpected, Some(set(&["b.y"])));
     assert_eq!(loaded.left_out, set(&["b.x"]));
     assert!(loaded.state.get("b").is_none());
-    // What others ask for under the same key stays theirs.
+    // What others request under the same key stays theirs.
     let request: ShardedStateDict =
         [("b", factory().into()), ("x", described("b.x", &[1, 3]).into())]
             .into_iter()
@@ -403,7 +406,7 @@ fn types_of_other_ranks_count_where_one_of_them_is_the_stored_one() {
         block_on(load(&request, &storage, &options)).unwrap_err().to_string()
     });
     assert!(
-        errors[0] == errors[1] && errors[0].contains("all must ask for the same"),
+        errors[0] == errors[1] && errors[0].contains("all must request the same"),
         "{errors:?}"
     );
 }

@@ -24,7 +24,7 @@ use part::Place;
 
 use crate::{Result, expected, storage};
 
-/// These objects exist once per rank or model-parallel rank, so other layouts cannot ask for them.
+/// These objects exist once per rank or model-parallel rank, so other layouts cannot request them.
 const TIED_TO_RANKS: [&str; 2] = ["rerun_state_machine_state", "rng_state"];
 
 const USAGE: &str = "usage: megatron open STATE DIR... | load STATE LAYOUT DIR=SAVED... | \

@@ -86,7 +86,8 @@ impl ToyReader {
                     wanted.extend_from_slice(run.ok_or_else(|| damaged("a chunk is too short"))?);
                 }
                 let filled = sink.destination(item)?.fill_from(&wanted);
-                let memory = |source| CheckpointError::Memory { fqn: String::new(), source };
+                let fqn = metadata.entry_name(item.entry as usize).into_owned();
+                let memory = |source| CheckpointError::Memory { fqn, source };
                 filled.map_err(memory)?;
                 sink.commit(item)?;
                 Ok(ReadReport::new(wanted.len() as u64, bytes.len() as u64 + CRC_BYTES))

@@ -60,7 +60,7 @@ impl GcsDouble {
     }
 
     /// The key of a service account, in JSON, that makes `object_store` send its requests to this
-    /// server without asking for a token first.
+    /// server without a request for a token.
     #[must_use]
     pub fn service_account(&self) -> String {
         format!(

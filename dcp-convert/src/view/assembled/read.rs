@@ -11,7 +11,7 @@ use dcp_core::{
 
 use super::{Assembled, Origin, PartReader, Piece, PieceFrom};
 use crate::read::runs::boxes;
-use crate::view::scratch::{SCRATCH, bad_plan, name, pieces};
+use crate::view::scratch::{SCRATCH, bad_item, bad_plan, name, pieces};
 
 #[async_trait]
 impl StorageReader for Assembled {
@@ -258,7 +258,7 @@ struct Slots {
 impl Slots {
     fn slot(&self, item: &ReadItem) -> Result<&Slot, CheckpointError> {
         let slot = self.slots.get(item.leaf as usize);
-        slot.ok_or_else(|| bad_plan("", "an item that was not requested"))
+        slot.ok_or_else(|| bad_item("an item that was not requested"))
     }
 }
 
@@ -273,10 +273,10 @@ impl DataSink for Slots {
             (Slot::Passed(passed), _) => self.sink.destination(&requested(passed, item)),
             (Slot::Piece(offsets, view), ReadKind::Tensor { region, .. }) => {
                 let inside = region.relative_to(offsets);
-                let inside = inside.ok_or_else(|| bad_plan("", "it begins before its memory"))?;
+                let inside = inside.ok_or_else(|| bad_item("an item begins before its memory"))?;
                 Ok(view.narrow(&inside)?)
             }
-            _ => Err(bad_plan("", "a tensor where an object was requested")),
+            _ => Err(bad_item("a tensor where an object was requested")),
         }
     }
 
@@ -290,7 +290,7 @@ impl DataSink for Slots {
     fn object(&self, item: &ReadItem, value: Value) -> Result<(), CheckpointError> {
         match self.slot(item)? {
             Slot::Passed(passed) => self.sink.object(passed, value),
-            Slot::Piece(..) => Err(bad_plan("", "an object where a tensor was requested")),
+            Slot::Piece(..) => Err(bad_item("an object where a tensor was requested")),
         }
     }
 }

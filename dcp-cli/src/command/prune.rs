@@ -216,7 +216,7 @@ fn pin(args: &Prune, session: &Session) -> Result<(), Failure> {
     })
 }
 
-/// Asks on a terminal whether the plan is carried out.
+/// Requests a confirmation of the plan on a terminal.
 fn is_confirmed(args: &Prune, plan: &PrunePlan, out: &Output) -> Result<bool, Failure> {
     let steps = plan.deleted().count();
     if steps == 0 && !args.incomplete {

@@ -76,7 +76,7 @@ fn nothing_is_deleted_without_a_terminal_or_a_yes() {
         .fails(2, &["follows no links"]);
     dcp(["prune", &format!("{uri}/nowhere"), "--keep-last", "1", "--yes"]).fails(3, &["nowhere"]);
     assert_eq!(names(&uri), before);
-    // Where nothing is to be deleted, nothing is asked.
+    // A plan without deletions needs no confirmation.
     let text = dcp(["prune", &uri, "--keep-last", "2"]).ok();
     assert!(text.contains("0 checkpoints deleted"), "{text}");
 }

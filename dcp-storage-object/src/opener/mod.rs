@@ -58,9 +58,9 @@ const SCHEMES: &[(&str, Provider)] = &[
 /// Registers the URL schemes of the providers that this build has.
 ///
 /// All have one opener, which keeps the connections of each bucket for as long as the registry
-/// lives. Settings that no provider and no other crate knows are refused from then on.
+/// lives. Settings of no provider and no other crate are refused from then on.
 pub fn register(storages: &mut StorageRegistry) {
-    storages.register_options(options::knows);
+    storages.register_options(options::check_name);
     let opener: Arc<dyn StorageOpener> = Arc::new(ObjectOpener::new());
     for (scheme, _) in SCHEMES {
         storages.register_opener(*scheme, Arc::clone(&opener));

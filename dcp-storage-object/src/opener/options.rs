@@ -206,12 +206,12 @@ mod tests {
 
     #[test]
     fn near_names_of_a_mistyped_option_are_known() {
-        assert_eq!(knows("coalesce_gab").unwrap_err(), ["coalesce_gap"]);
+        assert_eq!(check_name("coalesce_gab").unwrap_err(), ["coalesce_gap"]);
         #[cfg(feature = "s3")]
         {
-            assert!(knows("aws_endpont").unwrap_err().contains(&"aws_endpoint"));
-            knows("aws_region").unwrap();
-            knows("aws_profile").unwrap();
+            assert!(check_name("aws_endpont").unwrap_err().contains(&"aws_endpoint"));
+            check_name("aws_region").unwrap();
+            check_name("aws_profile").unwrap();
         }
     }
 

@@ -190,9 +190,9 @@ impl StorageRegistry {
         self
     }
 
-    /// Lets `knows` say which settings the openers of a crate know: for others, it returns names of
+    /// Registers the settings of the openers of a crate. `check` returns, for any other name, names of
     /// its own that a mistyped one may mean. From then on, [`open`](Self::open) refuses a setting that
-    /// no crate knows, whatever the URL.
+    /// no crate has, whatever the URL.
     ///
     /// ```
     /// # use dcp_core::registry::StorageRegistry;
@@ -202,14 +202,14 @@ impl StorageRegistry {
     ///     _ => Err(vec!["tape_drive"]),
     /// });
     /// ```
-    pub fn register_options<F>(&mut self, knows: F)
+    pub fn register_options<F>(&mut self, check: F)
     where
         F: Fn(&str) -> Result<(), Vec<&'static str>> + Send + Sync + 'static,
     {
-        self.known_options.push(Arc::new(knows));
+        self.known_options.push(Arc::new(check));
     }
 
-    /// Refuses a setting that no opener knows, as [`open`](Self::open) does.
+    /// Refuses a setting of no opener, as [`open`](Self::open) does.
     ///
     /// # Errors
     ///
@@ -220,7 +220,7 @@ impl StorageRegistry {
         }
         for (name, _) in self.options.iter() {
             let known: Result<Vec<_>, ()> =
-                self.known_options.iter().map(|knows| knows(name).err().ok_or(())).collect();
+                self.known_options.iter().map(|check| check(name).err().ok_or(())).collect();
             let Ok(near) = known else { continue };
             let near = near.concat().join(", ");
             let near = if near.is_empty() { near } else { format!("; near names: {near}") };
@@ -279,7 +279,7 @@ impl StorageRegistry {
     /// # Errors
     ///
     /// [`Unsupported`](StorageErrorKind::Unsupported) for an unregistered scheme;
-    /// [`Invalid`](StorageErrorKind::Invalid) for a setting that no opener knows, where openers
+    /// [`Invalid`](StorageErrorKind::Invalid) for a setting of no opener, where openers
     /// have said what they know; errors of the opener.
     pub async fn open(&self, url: &str, access: Access) -> Result<Arc<dyn Storage>, StorageError> {
         self.check_options()?;

@@ -62,7 +62,7 @@ impl StateSink {
     ///
     /// # Errors
     ///
-    /// When it was given memory that it did not fill.
+    /// When memory of a request is left unfilled.
     pub(crate) fn take_staged(&self) -> Result<Vec<Staged>, CheckpointError> {
         let staged: Vec<Staged> = self.staged().drain().map(|(_, staged)| staged).collect();
         match staged.iter().find(|staged| !staged.filled) {

@@ -98,7 +98,7 @@ impl Listing {
     }
 }
 
-/// The error of a listing, with the prefix that the store was asked for.
+/// The error of a listing, with the prefix that the store was requested.
 fn failed(
     failure: Failure,
     folder: Option<&Key>,

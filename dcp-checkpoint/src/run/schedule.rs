@@ -59,7 +59,7 @@ impl SaveSchedule {
         self.time.is_some()
     }
 
-    /// Whether the step alone asks for a save.
+    /// Whether the step alone requests a save.
     #[must_use]
     pub fn is_due_at(&self, step: u64) -> bool {
         let every = self.steps.filter(|steps| *steps > 0);
@@ -67,7 +67,7 @@ impl SaveSchedule {
         multiple || self.at.contains(&step)
     }
 
-    /// Whether the time since the `last` save asks for one. A clock that was set back does, too: the
+    /// Whether the time since the `last` save requests one. A clock that was set back does, too: the
     /// time since the last save is unknown then.
     #[must_use]
     pub fn is_due_by_time(&self, last: SystemTime, now: SystemTime) -> bool {

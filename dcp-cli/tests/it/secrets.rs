@@ -1,4 +1,4 @@
-//! Secrets that are given to the command are in nothing that it shows.
+//! Secrets in arguments and options of the command are in none of its output.
 
 use std::fs;
 

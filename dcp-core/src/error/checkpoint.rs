@@ -124,7 +124,7 @@ pub enum CheckpointError {
     /// [`application`](Self::application) makes it of any error.
     #[error(transparent)]
     Application {
-        /// The application's error; [`downcast_ref`](std::error::Error) tells its type.
+        /// The application's error; [`downcast_ref`](std::error::Error) has its type.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The caller canceled the operation.

@@ -171,7 +171,7 @@ impl ListedFiles {
     }
 
     /// The length of each file; `None` for a missing one. Files in folders below, and those that a
-    /// listing may lack, are asked for one by one.
+    /// listing may lack, are looked up one by one.
     async fn byte_lens(
         &self,
         storage: &dyn Storage,

@@ -80,7 +80,7 @@ pub struct CheckpointManager {
 /// What clones have in common.
 #[derive(Debug, Default)]
 struct Shared {
-    /// When the last save was asked for, or the first question.
+    /// When the last save was requested, or the first question.
     last: Mutex<Option<SystemTime>>,
     /// The preemption was answered with a save.
     answered: AtomicBool,
@@ -94,7 +94,7 @@ pub enum SaveReason {
     Step,
     /// The time of the schedule has passed.
     Time,
-    /// A rank was asked to save now: the trainer saves and stops.
+    /// A rank got a signal to save now: the trainer saves and stops.
     Preemption,
 }
 
@@ -159,7 +159,7 @@ impl CheckpointManager {
         Self { naming, ..self }
     }
 
-    /// When [`should_save`](Self::should_save) asks for a save.
+    /// When [`should_save`](Self::should_save) requests a save.
     #[must_use]
     pub fn schedule(self, schedule: SaveSchedule) -> Self {
         Self { schedule, ..self }
@@ -255,7 +255,7 @@ impl CheckpointManager {
     }
 
     /// Loads the newest valid checkpoint of the run into `state`; `None` where the run has none and
-    /// training begins anew. Every rank calls it. The coordinator chooses: newer checkpoints that are
+    /// training starts from the beginning. Every rank calls it. The coordinator chooses: newer checkpoints that are
     /// incomplete or damaged are skipped, and named in [`Resumed::skipped`].
     ///
     /// # Errors
@@ -314,7 +314,7 @@ impl CheckpointManager {
             valid => valid.map_err(plugin)?,
         };
         match (&valid.step, valid.skipped.first()) {
-            // To begin anew would overwrite what may be saved by hand.
+            // A new start would overwrite checkpoints that can be saved by hand.
             (None, Some(first)) => {
                 let message = format!(
                     "no checkpoint of the run {:?} is valid; of the newest, {}: {}",

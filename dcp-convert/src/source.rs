@@ -118,7 +118,8 @@ impl Source {
     /// readable; otherwise its index must agree with its files.
     #[must_use]
     pub fn dcp(storage: Arc<dyn Storage>, tolerant: bool) -> Self {
-        let reader = DcpReader::builder(Arc::clone(&storage)).tolerant(tolerant).build();
+        let reader =
+            DcpReader::builder(Arc::clone(&storage)).tolerant(tolerant).verify_parts(false).build();
         Self::of(storage, Arc::new(reader))
     }
 
@@ -126,7 +127,10 @@ impl Source {
     /// collectives.
     #[must_use]
     pub fn dcp_of_rank(storage: Arc<dyn Storage>, tolerant: bool, rank: u32) -> Self {
-        let reader = DcpReader::builder(Arc::clone(&storage)).tolerant(tolerant).rank(rank);
+        let reader = DcpReader::builder(Arc::clone(&storage))
+            .tolerant(tolerant)
+            .verify_parts(false)
+            .rank(rank);
         Self::of(storage, Arc::new(reader.build()))
     }
 

@@ -52,6 +52,10 @@ pub enum LoadMode {
     /// dtype; what else is stored is reported.
     #[default]
     Strict,
+    /// The checkpoint may lack keys of the state dict: their values keep what they hold, and are
+    /// reported. What it has must be whole, with the same shape, dtype and kind.
+    #[doc(alias = "allow_partial_load")]
+    AllowMissing,
     /// Loads what fits and reports the rest. Values that do not fit keep what they hold.
     Partial,
 }
@@ -296,17 +300,26 @@ impl Loader {
         let rule = self.rule.map_or_else(|| choose_rule(state, &metadata), Ok)?;
         let flat = flatten(state, rule)?;
         let index = index_of(&flat, |_, _| Ok::<_, CheckpointError>(0))?;
-        let (plan, report) = self.planner.local_plan(&index, &metadata, &group.context())?;
+        let (plan, mut report) = self.planner.local_plan(&index, &metadata, &group.context())?;
         let fits = match self.mode {
             LoadMode::Exact => report.is_complete() && report.unexpected.is_empty(),
             LoadMode::Strict => report.is_complete(),
+            LoadMode::AllowMissing => {
+                let missing = std::mem::take(&mut report.missing);
+                let fits = report.is_complete();
+                report.missing = missing;
+                fits
+            }
             LoadMode::Partial => true,
         };
         if !fits {
             let mut shown = report;
-            if self.mode == LoadMode::Strict {
-                // Unexpected entries are no error in this mode.
+            // What is no error in this mode.
+            if self.mode != LoadMode::Exact {
                 shown.unexpected.clear();
+            }
+            if self.mode == LoadMode::AllowMissing {
+                shown.missing.clear();
             }
             return Err(CheckpointError::Mismatch { summary: shown.to_string() });
         }

@@ -242,6 +242,34 @@ fn a_save_and_a_load_take_64_mib_of_host_memory_whatever_the_size() {
 }
 
 #[test]
+fn damage_of_a_chunk_that_is_read_in_rounds_is_found() {
+    const LEN: usize = 200_000;
+    let (traffic, whole) = (Arc::new(Traffic::default()), noise(LEN, 2));
+    let (shape, storage) = ([LEN as u64], memory());
+    let region = || vec![Region::full(shape).unwrap()];
+    let from = state(DType::UInt8, &shape, region(), &whole, None);
+    block_on(Saver::new().save(&from.dict, &DcpWriter::new(Arc::clone(&storage)))).unwrap();
+    let load = |storage: &Arc<dyn Storage>, checked: bool| {
+        let mut into = state(DType::UInt8, &shape, region(), &vec![0; LEN], Some(&traffic));
+        let reader = DcpReader::builder(Arc::clone(storage)).verify_parts(checked).build();
+        let loader = Loader::new().staging_bytes(100_000);
+        // The second load finds what the first one found.
+        let first = block_on(loader.load(&mut into.dict, &reader)).map(drop);
+        let second = block_on(loader.load(&mut into.dict, &reader)).map(drop);
+        assert_eq!(first.is_ok(), second.is_ok());
+        first
+    };
+    load(&storage, true).unwrap();
+    let mut bytes = dcp_testing::get(&*storage, "__0_0.distcp").to_vec();
+    let at = bytes.windows(64).position(|window| window == &whole[150_000..150_064]).unwrap();
+    bytes[at] ^= 1;
+    dcp_testing::put(&*storage, "__0_0.distcp", bytes);
+    load(&storage, false).unwrap();
+    let text = error_chain(&load(&storage, true).unwrap_err());
+    assert!(text.contains("\"tensor\"") && text.contains("CRC"), "{text}");
+}
+
+#[test]
 fn a_background_save_copies_devices_before_it_starts() {
     let (traffic, region) = (Arc::new(Traffic::default()), Region::full([3, 5]).unwrap());
     let whole = noise(15, 9);

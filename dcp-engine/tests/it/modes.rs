@@ -73,6 +73,30 @@ fn partial_loads_what_fits() {
 }
 
 #[test]
+fn missing_keys_are_allowed_without_other_shapes_and_dtypes() {
+    let fitting = || StateDict::from([("a", Value::from(zeros(DType::Int32, &[4])))]);
+    let mut state = fitting();
+    state.insert("absent", 7);
+    let summary = load_as(LoadMode::AllowMissing, &mut state).unwrap();
+    assert_eq!(summary.report.missing, ["absent".into()]);
+    assert!(state.get("a").unwrap().as_tensor().unwrap().same(&counting_whole(&[4], 1)));
+    assert!(matches!(state.get("absent"), Some(Value::Int(7))));
+    let others: [(&str, Value); 3] = [
+        ("b", zeros(DType::Float32, &[2, 2]).into()),
+        ("b", zeros(DType::Int32, &[4]).into()),
+        ("n", zeros(DType::Int32, &[]).into()),
+    ];
+    for (fqn, value) in others {
+        let mut state = fitting();
+        state.insert("absent", 7);
+        state.insert(fqn, value);
+        let text = load_as(LoadMode::AllowMissing, &mut state).unwrap_err().to_string();
+        assert!(text.contains(&format!("{fqn:?}")) && !text.contains("absent"), "{text}");
+        assert_eq!(state.at("a").unwrap().as_tensor().unwrap().to_vec().unwrap(), [0; 16]);
+    }
+}
+
+#[test]
 fn a_mismatch_on_one_rank_stops_all_ranks_and_names_it() {
     let storage = memory();
     save_sample(2, &storage, 1);

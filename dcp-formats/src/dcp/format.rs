@@ -227,7 +227,9 @@ impl CheckpointFormat for DcpFormat {
         place: &Place,
         options: &OpenOptions,
     ) -> Result<OpenedCheckpoint, CheckpointError> {
-        let mut reader = DcpReader::builder(Arc::clone(place.storage())).tolerant(options.tolerant);
+        let mut reader = DcpReader::builder(Arc::clone(place.storage()))
+            .tolerant(options.tolerant)
+            .verify_parts(false);
         if let Some(rank) = options.rank {
             reader = reader.rank(rank);
         }

@@ -39,6 +39,7 @@ use crate::upload::ByteProgress;
 pub struct DcpReader {
     storage: Arc<dyn Storage>,
     verify_checksums: bool,
+    verify_parts: bool,
     tolerant: bool,
     scratch_bytes: u64,
     progress: Option<ByteProgress>,
@@ -65,6 +66,7 @@ impl DcpReader {
         let reader = Self {
             storage: Arc::new(ListedStorage::unlisted(storage)),
             verify_checksums: true,
+            verify_parts: true,
             tolerant: false,
             scratch_bytes: SCRATCH_BYTES,
             progress: None,
@@ -166,6 +168,14 @@ impl DcpReaderBuilder {
         self
     }
 
+    /// Whether the CRC of a large chunk that several reads cover together, as in a load onto a device,
+    /// is checked by the last of them; the default is true. Readers that check what they read
+    /// themselves do without.
+    pub fn verify_parts(mut self, verify: bool) -> Self {
+        self.reader.verify_parts = verify;
+        self
+    }
+
     /// Whether to accept a contradictory index, to look at a damaged checkpoint: missing or short
     /// files, chunks outside their tensor or overlapping. The reader then warns, and fails only
     /// when it reads such a part. The default is false.
@@ -222,6 +232,7 @@ impl StorageReader for DcpReader {
             self.progress.clone(),
         );
         context.archives = Some(Arc::clone(&self.archives));
+        context.verify_parts = self.verify_parts;
         run(Arc::new(context), metadata, plan).await
     }
 }
@@ -231,6 +242,7 @@ impl fmt::Debug for DcpReader {
         f.debug_struct("DcpReader")
             .field("storage", &self.storage)
             .field("verify_checksums", &self.verify_checksums)
+            .field("verify_parts", &self.verify_parts)
             .field("scratch_bytes", &self.scratch_bytes)
             .finish_non_exhaustive()
     }

@@ -64,7 +64,15 @@ struct Check {
     record: Record,
     /// Offset, length and CRC-32 of each range that was read.
     seen: Mutex<Vec<(u64, u64, u32)>>,
+    /// What earlier reads of the record found, if this one reads a part.
+    earlier: Option<SharedParts>,
 }
+
+/// The checksums of a record that several reads share.
+type SharedParts = Arc<Mutex<CrcParts>>;
+
+/// The most parts of a record that are remembered.
+const PARTS_MAX: usize = 4096;
 
 /// Locates the elements of a blob. Returns the blob if they must be decoded.
 pub(super) async fn prepare(
@@ -73,10 +81,12 @@ pub(super) async fn prepare(
 ) -> Result<Result<Requests, Blob>, CheckpointError> {
     let blob_start = blob.placement.byte_offset;
     let wanted = blob.wanted_bytes();
+    let mut earlier = None;
     let (elements, record) = if blob.encoding.layout == Layout::Raw {
         (0..blob.placement.byte_len, ctx.record(&blob.placement))
     } else {
-        let tensor = located(ctx, &blob, wanted).await?;
+        let (tensor, parts) = located(ctx, &blob, wanted).await?;
+        earlier = parts;
         blob.check_layout(tensor.layout()).map_err(|error| blob.locate(error))?;
         match tensor.element_range() {
             None => return Ok(Err(blob)),
@@ -100,9 +110,11 @@ pub(super) async fn prepare(
         }
         destinations.push(Destination { view, left: AtomicU64::new(target.byte_len) });
     }
+    let is_whole = wanted >= blob.raw_len();
+    let earlier = earlier.filter(|_| ctx.verify_parts && !is_whole);
     let check = record
-        .filter(|record| ctx.verify && record.crc32.is_some() && wanted >= blob.raw_len())
-        .map(|record| Check { record, seen: Mutex::default() });
+        .filter(|record| ctx.verify && record.crc32.is_some() && (is_whole || earlier.is_some()))
+        .map(|record| Check { record, seen: Mutex::default(), earlier });
     let chunk = Arc::new(Chunk {
         start: blob_start.saturating_add(elements.start),
         targets: destinations,
@@ -158,7 +170,7 @@ async fn read_parts(
 
 /// Archives whose tensors are located, so that a chunk that is read in parts is located once.
 #[derive(Debug, Default)]
-pub(crate) struct KnownArchives(Mutex<VecDeque<(Place, TensorBlob)>>);
+pub(crate) struct KnownArchives(Mutex<VecDeque<(Place, TensorBlob, SharedParts)>>);
 
 /// File, offset and length.
 type Place = (Key, u64, u64);
@@ -167,32 +179,38 @@ impl KnownArchives {
     /// The number of archives to keep; a job reads a few chunks at a time.
     const KEPT: usize = 64;
 
-    fn get(&self, place: &Place) -> Option<TensorBlob> {
+    fn get(&self, place: &Place) -> Option<(TensorBlob, SharedParts)> {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        known.iter().find(|(at, _)| at == place).map(|(_, tensor)| tensor.clone())
+        let found = known.iter().find(|(at, ..)| at == place);
+        found.map(|(_, tensor, parts)| (tensor.clone(), Arc::clone(parts)))
     }
 
-    fn put(&self, place: Place, tensor: TensorBlob) {
+    fn put(&self, place: Place, tensor: TensorBlob, parts: SharedParts) {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if known.len() >= Self::KEPT {
             known.pop_front();
         }
-        known.push_back((place, tensor));
+        known.push_back((place, tensor, parts));
     }
 }
 
-/// The tensor of an archive of which `wanted` bytes of elements are read.
-async fn located(ctx: &Context, blob: &Blob, wanted: u64) -> Result<TensorBlob, CheckpointError> {
+/// The tensor of an archive of which `wanted` bytes of elements are read, and the checksums of what
+/// earlier reads of parts found.
+async fn located(
+    ctx: &Context,
+    blob: &Blob,
+    wanted: u64,
+) -> Result<(TensorBlob, Option<SharedParts>), CheckpointError> {
     let Some(known) = ctx.archives.as_ref().filter(|_| wanted < blob.raw_len()) else {
-        return describe(ctx, blob).await;
+        return Ok((describe(ctx, blob).await?, None));
     };
     let place = (blob.key.clone(), blob.placement.byte_offset, blob.placement.byte_len);
-    if let Some(tensor) = known.get(&place) {
-        return Ok(tensor);
+    if let Some((tensor, parts)) = known.get(&place) {
+        return Ok((tensor, Some(parts)));
     }
-    let tensor = describe(ctx, blob).await?;
-    known.put(place, tensor.clone());
-    Ok(tensor)
+    let (tensor, parts) = (describe(ctx, blob).await?, SharedParts::default());
+    known.put(place, tensor.clone(), Arc::clone(&parts));
+    Ok((tensor, Some(parts)))
 }
 
 /// Sends a request and copies its bytes to their destinations.
@@ -326,19 +344,25 @@ impl Chunk {
 }
 
 impl Check {
-    /// Compares the CRC when the ranges cover the record. Ranges that repeat some bytes and omit
-    /// others cannot be compared.
+    /// Compares the CRC when the ranges cover the record, with those of earlier reads where this one
+    /// reads a part. Ranges that repeat some bytes and omit others cannot be compared.
     fn verify(&self) -> Result<(), FormatError> {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         seen.sort_unstable();
         seen.dedup();
-        let mut parts = CrcParts::new();
+        let mut own = CrcParts::new();
+        let mut earlier =
+            self.earlier.as_ref().map(|parts| parts.lock().unwrap_or_else(PoisonError::into_inner));
+        let parts = earlier.as_deref_mut().unwrap_or(&mut own);
         for (start, len, part) in seen.drain(..) {
             let hasher = crc32fast::Hasher::new_with_initial_len(part, len);
-            if !parts.add(start, start.saturating_add(len), hasher) {
+            if !parts.add(start, start.saturating_add(len), hasher) || parts.len() > PARTS_MAX {
+                *parts = CrcParts::new();
                 return Ok(());
             }
         }
-        parts.whole(self.record.byte_len).map_or(Ok(()), |crc32| self.record.check_crc32(crc32))
+        let Some(crc32) = parts.whole(self.record.byte_len) else { return Ok(()) };
+        *parts = CrcParts::new();
+        self.record.check_crc32(crc32)
     }
 }

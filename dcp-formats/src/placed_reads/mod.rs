@@ -81,6 +81,8 @@ pub(crate) struct Context {
     checksums: Checksums,
     /// Archives that earlier reads located, if the reader caches them.
     pub(crate) archives: Option<Arc<KnownArchives>>,
+    /// Whether checksums of chunks that are read in parts are compared.
+    pub(crate) verify_parts: bool,
     parallelism: usize,
     pub(super) scratch: u64,
     bytes_read: AtomicU64,
@@ -108,6 +110,7 @@ impl Context {
             progress,
             checksums: Arc::default(),
             archives: None,
+            verify_parts: false,
             parallelism,
             scratch,
             bytes_read: AtomicU64::new(0),

@@ -367,7 +367,7 @@ fn place_of(place: &Place, entry: &RunEntry, known: bool) -> Result<Place, Stora
     }
     let place = place.below(&entry.name)?;
     Ok(match below(entry) {
-        Some(inner) if known => place.with_known_files(inner),
+        Some(inner) if known => place.known_files(inner),
         _ => place,
     })
 }

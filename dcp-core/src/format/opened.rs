@@ -57,7 +57,7 @@ pub struct Place {
     storage: Arc<dyn Storage>,
     listing: Arc<Listing>,
     file: Option<Key>,
-    /// The folder of [`with_known_files`](Self::with_known_files).
+    /// The folder of [`known_files`](Self::known_files).
     known: Option<String>,
 }
 
@@ -112,12 +112,12 @@ impl Place {
     /// The same, where the checkpoint in `folder` (a path from this one; `.` for itself) has files
     /// of the same names and lengths as another one, which was examined and found whole.
     #[must_use]
-    pub fn with_known_files(self, folder: impl Into<String>) -> Self {
+    pub fn known_files(self, folder: impl Into<String>) -> Self {
         Self { known: Some(folder.into()), ..self }
     }
 
     /// Whether the files of the checkpoint in this folder need no comparison with its index; see
-    /// [`with_known_files`](Self::with_known_files).
+    /// [`known_files`](Self::known_files).
     #[must_use]
     pub fn has_known_files(&self) -> bool {
         self.known.as_deref() == Some(".")

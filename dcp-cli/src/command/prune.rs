@@ -85,7 +85,8 @@ pub(crate) struct Prune {
     #[arg(long, value_name = "STEP", conflicts_with = "dry_run", help_heading = "What is kept")]
     unpin: Vec<u64>,
 
-    /// Delete what killed saves left: incomplete checkpoints, temporary files, open uploads.
+    /// Delete what killed saves left: incomplete checkpoints, temporary files, open uploads. A dry run
+    /// lists the checkpoints only.
     #[arg(long)]
     incomplete: bool,
 
@@ -185,6 +186,9 @@ pub(crate) fn prune(args: &Prune, session: &Session) -> Result<(), Failure> {
         }
     } else if args.dry_run {
         out.write(&prune::plan(&args.run, &plan, out))?;
+    }
+    if args.dry_run && args.incomplete {
+        out.note("temporary files and open uploads of dead writers are not listed in a dry run");
     }
     let Some(report) = report else { return Ok(()) };
     let failed: Vec<_> = report.not_deleted.iter().filter(|one| one.failed).collect();

@@ -109,6 +109,8 @@ fn walk(uri: &str, out: &tempfile::TempDir) {
     let commands: &[&[&str]] = &[
         &["ls", uri],
         &["ls", uri, "--json"],
+        &["prune", uri, "--keep-last", "1", "--dry-run"],
+        &["prune", uri, "--keep-last", "1", "--dry-run", "--json"],
         &["inspect", uri],
         &["inspect", uri, "--all", "-vv"],
         &["inspect", uri, "--json"],

@@ -378,7 +378,7 @@ fn unknown_backends_are_named_with_the_known_ones() {
     );
     let error =
         block_on(load(&state, &storage, &MegatronLoadOptions::new())).unwrap_err().to_string();
-    assert!(error.contains("\"torch_dist\" version 3; there is"), "{error}");
+    assert!(error.contains("\"torch_dist\" version 3; registered: "), "{error}");
 }
 
 #[test]

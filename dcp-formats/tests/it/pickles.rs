@@ -226,7 +226,7 @@ fn misuse_of_the_stack_is_an_error() {
         (b"}(Nu.", "without a value"),
         (b"(Nd.", "without a value"),
         (b"NNR.", "tuple"),
-        (b"NNb.", "none"),
+        (b"NNb.", "without state"),
         (b"cm\nC\n)RNbNb.", "twice"),
         (b"h\x00.", "not set"),
         (b"q\x00.", "stack is empty"),

@@ -1,6 +1,9 @@
 //! The Rust half of `cargo xtask bench`: one measurement per run, printed as a line of JSON.
 //!
 //! - `save DIR GIB`, `load DIR GIB`: a state dict of tensors of 32 MiB, without a group.
+//! - `stall DIR GIB`: the time for which the second of two asynchronous saves stops training;
+//!   `stall-immutable` the same with tensors in immutable memory.
+//! - `copy - GIB`: copies the same bytes to memory that was touched before, on all cores; the limit.
 //! - `write FILE GIB`, `read FILE GIB`: the same bytes by plain system calls, the limit.
 //! - `slice DIR rows|columns`: the part of rank 37 of 64 of one tensor of 1 GiB.
 #![allow(clippy::print_stdout, reason = "a program that prints")]
@@ -8,10 +11,12 @@
 use std::error::Error;
 use std::fs::File;
 use std::io::{Read, Write};
+use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
+use dcp::core::HostMemory;
 use dcp::core::checkpoint::ReadReport;
-use dcp::{DType, Region, StateDict, Tensor};
+use dcp::{Checkpointer, DType, Region, StateDict, Tensor, Value};
 
 type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
 
@@ -38,6 +43,9 @@ fn main() -> Result {
             let summary = dcp::load(&mut state, dir).blocking()?;
             (start.elapsed(), Some(summary.read))
         }
+        ["stall", dir, gib] => (stall(dir, &model(tensors(gib)?)?)?, None),
+        ["stall-immutable", dir, gib] => (stall(dir, &immutable(model(tensors(gib)?)?)?)?, None),
+        ["copy", _, gib] => (copy(tensors(gib)?), None),
         ["write", file, gib] => (write(file, tensors(gib)?)?, None),
         ["read", file, gib] => (read(file, tensors(gib)?)?, None),
         ["slice", dir, by] => {
@@ -76,6 +84,45 @@ fn model(tensors: usize) -> Result<StateDict> {
         state.insert(name, Tensor::replicated(DType::Float32, TENSOR, memory)?);
     }
     Ok(state)
+}
+
+/// The same tensors in memory that nothing writes to.
+fn immutable(state: StateDict) -> Result<StateDict> {
+    let tensors = state.iter().map(|(name, value)| {
+        let view = value.as_tensor().and_then(|tensor| tensor.shards()[0].view());
+        let memory = HostMemory::from_bytes(view.ok_or("not in host memory")?.memory().read()?);
+        let tensor = Tensor::replicated(DType::Float32, TENSOR, memory)?;
+        Ok((name.clone(), Value::Tensor(tensor)))
+    });
+    tensors.collect()
+}
+
+/// The second save has the staging memory and the plan of the first.
+fn stall(dir: &str, state: &StateDict) -> Result<Duration> {
+    let checkpointer = Checkpointer::new();
+    dcp::block_on(checkpointer.save(state, dir).background()?.wait())??;
+    let start = Instant::now();
+    let saving = checkpointer.save(state, dir).background()?;
+    let stalled = start.elapsed();
+    dcp::block_on(saving.wait())??;
+    Ok(stalled)
+}
+
+fn copy(tensors: usize) -> Duration {
+    let source = vec![7_u8; tensors * TENSOR_BYTES];
+    let mut target = vec![8_u8; source.len()];
+    let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let part = source.len().div_ceil(threads);
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        for (target, source) in target.chunks_mut(part).zip(source.chunks(part)) {
+            scope.spawn(|| target.copy_from_slice(source));
+        }
+    });
+    let time = start.elapsed();
+    // The copy is read, so that it is made.
+    assert_eq!(target.last(), Some(&7));
+    time
 }
 
 /// A small save and load: code and directory are then in memory, for PyTorch just the same.

@@ -1,6 +1,6 @@
 """The PyTorch half of `cargo xtask bench`: one measurement per run, printed as a line of JSON.
 
-save DIR GIB [THREADS] | load DIR GIB | save-one DIR | slice DIR rows|columns | inspect DIR | evict PATH
+save DIR GIB [THREADS] | stall DIR GIB | load DIR GIB | save-one DIR | slice DIR rows|columns | inspect DIR | evict PATH
 save-random DIR MIB | save-rows DIR | save-llama DIR MIB | to-torch-save DIR FILE
 """
 import json
@@ -137,6 +137,19 @@ def main(what, path, *args):
         warm_up(path)
         writer = dcp.FileSystemWriter(path, thread_count=int(args[1]) if args[1:] else 1)
         result = timed(lambda: dcp.save(state, storage_writer=writer, no_dist=True))
+    elif what == "stall":
+        # async_save needs a process group with a CPU backend, also for one process.
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        state = model(args[0])
+        stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        save = lambda: dcp.async_save(state, checkpoint_id=path, async_stager=stager)
+        save().result()
+        saving = []
+        result = timed(lambda: saving.append(save()))
+        saving[0].result()
     elif what == "load":
         state = model(args[0])
         warm_up(path)

@@ -52,6 +52,8 @@ pub(crate) fn main(args: &[&str]) -> Result {
         bench.speeds(place, scratch.path(), cold, &mut rows)?;
     }
     let scratch = Scratch::new(&tmpfs, "dcp-bench", false)?;
+    bench.stalls(scratch.path(), &mut rows)?;
+    let scratch = Scratch::new(&tmpfs, "dcp-bench", false)?;
     bench.slices(scratch.path(), &mut rows)?;
     bench.start_up(&command, &mut rows)?;
 
@@ -120,6 +122,40 @@ impl Bench {
             ours: speed(load),
             torch: speed(torch),
             limit: speed(limit),
+        });
+        Ok(())
+    }
+
+    /// The time for which an asynchronous save stops training.
+    fn stalls(&self, folder: &Path, rows: &mut Vec<Row>) -> Result {
+        let gib = self.gib.to_string();
+        let fresh = |name: &str| {
+            let path = folder.join(name);
+            // Nothing is there before the first run.
+            let _ = std::fs::remove_dir_all(&path);
+            path
+        };
+        let [limit, copied, shared, torch] = rounds([
+            &|| self.rust("copy", Path::new("-"), &[&gib]),
+            &|| self.rust("stall", &fresh("ours"), &[&gib]),
+            &|| self.rust("stall-immutable", &fresh("ours"), &[&gib]),
+            &|| self.torch("stall", &fresh("torch"), &[&gib]),
+        ])?;
+        let shown = |seconds: f64| format!("{:.1} ms", seconds * 1000.0);
+        let what = |tensors: &str| {
+            format!("training stops for an asynchronous save of {gib} GiB{tensors}")
+        };
+        rows.push(Row {
+            what: what(", the second"),
+            ours: shown(copied),
+            torch: shown(torch),
+            limit: format!("{} (copy on all cores)", shown(limit)),
+        });
+        rows.push(Row {
+            what: what(" in immutable memory"),
+            ours: shown(shared),
+            torch: shown(torch),
+            limit: "—".into(),
         });
         Ok(())
     }

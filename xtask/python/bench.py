@@ -144,7 +144,7 @@ def main(what, path, *args):
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         state = model(args[0])
-        stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        stager = BlockingAsyncStager()
         save = lambda: dcp.async_save(state, checkpoint_id=path, async_stager=stager)
         save().result()
         saving = []

@@ -235,7 +235,8 @@ impl Loader {
             Ok(group) => group.run(failed).await,
             Err(error) => Err(error),
         };
-        let Err(error) = result;
+        let rank = self.group.as_ref().map_or(0, |group| group.rank());
+        let Err(error) = self.observers.of_rank(rank).watch(Operation::Load, result);
         error
     }
 

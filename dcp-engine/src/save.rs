@@ -206,7 +206,7 @@ impl Saver {
             Ok(group) => group.run(failed).await,
             Err(error) => Err(error),
         };
-        let Err(error) = result;
+        let Err(error) = self.observers.of_rank(self.rank()).watch(Operation::Save, result);
         error
     }
 

@@ -358,7 +358,7 @@ impl Save {
                 let open = self.with.clone().open_later(self.url);
                 self.with.background.start_when(busy, &state, open)
             }
-            Err(error) => Ok(Some(self.with.background.fail(error))),
+            Err(error) => self.with.background.fail_when(busy, error).map(Some),
         }
     }
 }

@@ -13,6 +13,7 @@ mod sidecar;
 mod step_name;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -21,6 +22,7 @@ use dcp_convert::open::RunEntry;
 use dcp_core::format::{Listing, Place};
 use dcp_core::registry::Access;
 use dcp_core::storage::{FolderEntry, ObjectMeta};
+use dcp_core::text::without_secrets;
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use dcp_megatron::{Tracked, write_tracker};
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -64,10 +66,16 @@ impl Opener {
 }
 
 /// The folder of a training run, from [`Opener::run`]. Looks at the storage with every call.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Run {
     opener: Opener,
     url: String,
+}
+
+impl fmt::Debug for Run {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Run").field("url", &without_secrets(&self.url)).finish_non_exhaustive()
+    }
 }
 
 /// A checkpoint of a run.

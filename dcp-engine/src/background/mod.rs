@@ -164,10 +164,8 @@ impl BackgroundSaver {
     where
         F: Future<Output = Result<Arc<dyn StorageWriter>, CheckpointError>> + Send + 'static,
     {
-        match busy {
-            WhenBusy::Wait => self.shared.wait_for_last(),
-            WhenBusy::Skip if self.is_busy_anywhere()? => return Ok(None),
-            WhenBusy::Skip | WhenBusy::Queue => {}
+        if self.is_skipped(busy)? {
+            return Ok(None);
         }
         self.stage_and_run(state, Box::pin(open)).map(Some)
     }
@@ -186,6 +184,20 @@ impl BackgroundSaver {
     #[must_use = "an error is only noticed by waiting"]
     pub fn fail(&self, error: CheckpointError) -> SaveHandle {
         self.run(Err(error))
+    }
+
+    /// As [`fail`](Self::fail), on a rank that cannot call [`start_when`](Self::start_when) as the
+    /// others do.
+    ///
+    /// # Errors
+    ///
+    /// `error` itself where the save is skipped on all ranks, and when ranks cannot agree to skip.
+    pub fn fail_when(
+        &self,
+        busy: WhenBusy,
+        error: CheckpointError,
+    ) -> Result<SaveHandle, CheckpointError> {
+        if self.is_skipped(busy)? { Err(error) } else { Ok(self.fail(error)) }
     }
 
     /// Copies a state, to [start](Self::start_staged) its save later.
@@ -215,6 +227,16 @@ impl BackgroundSaver {
             problem: problem.into(),
             source: Some(Box::new(earlier)),
         })
+    }
+
+    /// Whether a save is skipped, on all ranks; waits for an earlier one if `busy` says so.
+    fn is_skipped(&self, busy: WhenBusy) -> Result<bool, CheckpointError> {
+        match busy {
+            WhenBusy::Wait => self.shared.wait_for_last(),
+            WhenBusy::Skip => return self.is_busy_anywhere(),
+            WhenBusy::Queue => {}
+        }
+        Ok(false)
     }
 
     fn is_busy_anywhere(&self) -> Result<bool, CheckpointError> {

@@ -293,6 +293,38 @@ fn ranks_skip_a_save_together_or_not_at_all() {
     assert!(holds_sample(&storage, 3));
 }
 
+#[test]
+fn a_rank_without_a_state_takes_part_in_the_decision_to_skip() {
+    let storage = memory();
+    let decisions: Vec<Arc<dyn Collective>> =
+        LocalCollective::group(2).into_iter().map(|rank| Arc::new(rank) as _).collect();
+    let stalled = StallStorage::new(Arc::clone(&storage), 1);
+    on_ranks(2, |rank, group| {
+        let saver = BackgroundSaver::new(Saver::new().group(group))
+            .decision_group(Arc::clone(&decisions[rank as usize]));
+        let start = |step, to: &Arc<dyn Storage>| {
+            let to = writer(to);
+            saver.start_when(WhenBusy::Skip, &sample(rank, 2, step), async { Ok(to) }).unwrap()
+        };
+        let without_state = || saver.fail_when(WhenBusy::Skip, CheckpointError::Canceled);
+        let first = start(1, &(Arc::new(stalled.clone()) as _)).unwrap();
+        if rank == 1 {
+            assert!(matches!(without_state(), Err(CheckpointError::Canceled)));
+        } else {
+            assert!(start(2, &storage).is_none());
+        }
+        stalled.resume();
+        wait(first).unwrap();
+        let failed = match rank {
+            1 => without_state().unwrap(),
+            _ => start(3, &storage).unwrap(),
+        };
+        let error = wait(failed).unwrap_err().to_string();
+        assert!(error.contains("rank 1"), "{error}");
+    });
+    assert!(holds_sample(&storage, 1));
+}
+
 /// Copies when the test sends a permit; a closed channel is a panic.
 #[derive(Debug)]
 struct OnPermit(Mutex<mpsc::Receiver<Result<(), CheckpointError>>>);

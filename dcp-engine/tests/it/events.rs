@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use dcp_conformance::FaultStorage;
-use dcp_core::{Rank, Storage};
+use dcp_core::{CheckpointError, Rank, Storage};
 use dcp_engine::event::Operation;
 use dcp_engine::{CheckpointEvent, CheckpointObserver, Loader, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
@@ -73,4 +73,12 @@ fn a_failure_is_an_event_on_every_rank() {
         assert_eq!(*operation, Operation::Save);
         assert!(error.contains("rank 0"), "{error}");
     });
+}
+
+#[test]
+fn an_error_in_place_of_a_state_is_an_event() {
+    let recorder = Arc::new(Recorder::default());
+    block_on(Saver::new().observer(recorder.clone()).fail(CheckpointError::Canceled));
+    block_on(Loader::new().observer(recorder.clone()).fail(CheckpointError::Canceled));
+    assert_eq!(recorder.take(0).0, ["Failed", "Failed"]);
 }

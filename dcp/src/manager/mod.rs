@@ -14,6 +14,7 @@ use dcp_checkpoint::run::{
 };
 use dcp_checkpoint::{Error, Opener};
 use dcp_core::error::Phase;
+use dcp_core::text::without_secrets;
 use dcp_core::{CheckpointError, Stateful};
 use dcp_engine::{Group, LoadMode, LoadSummary, SaveHandle, SaveSummary};
 
@@ -367,7 +368,7 @@ impl CheckpointManager {
 impl fmt::Debug for CheckpointManager {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CheckpointManager")
-            .field("url", &self.url)
+            .field("url", &without_secrets(&self.url))
             .field("naming", &self.naming)
             .field("schedule", &self.schedule)
             .field("retention", &self.retention)

@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::{AddAssign, Range};
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -289,19 +290,29 @@ pub struct WriteReport {
     pub files: Vec<(Key, u64)>,
     /// SHA-256 hashes, if the writer computed any.
     pub sha256: BTreeMap<Key, [u8; 32]>,
+    /// How long each file took, if the writer measured it. Files are written concurrently, so the
+    /// sum exceeds the duration of the write.
+    pub durations: BTreeMap<Key, Duration>,
 }
 
 impl WriteReport {
     /// A report of `files` with their lengths in bytes.
     #[must_use]
     pub fn new(files: Vec<(Key, u64)>) -> Self {
-        Self { files, sha256: BTreeMap::new() }
+        Self { files, ..Self::default() }
     }
 
     /// Sets the SHA-256 hashes of files.
     #[must_use]
     pub fn with_sha256(mut self, sha256: BTreeMap<Key, [u8; 32]>) -> Self {
         self.sha256 = sha256;
+        self
+    }
+
+    /// Sets how long files took.
+    #[must_use]
+    pub fn with_durations(mut self, durations: BTreeMap<Key, Duration>) -> Self {
+        self.durations = durations;
         self
     }
 }

@@ -32,7 +32,7 @@ mod sink;
 mod source;
 pub mod stage;
 mod stateful;
-mod summary;
+pub mod summary;
 
 pub use background::{BackgroundSaver, SaveHandle, SaveProgress, SaveStage, WhenBusy};
 pub use broadcast::BroadcastReader;
@@ -45,4 +45,4 @@ pub use parallel::{Exchange, ParallelReader};
 pub use save::Saver;
 pub use stage::{StagedState, Stager};
 pub use stateful::AppState;
-pub use summary::{SaveSummary, SaveTimings, WriteTimes};
+pub use summary::SaveSummary;

@@ -8,7 +8,7 @@ use dcp_core::checkpoint::WriteReport;
 use dcp_core::{Key, PlanError, Rank, StorageError};
 use serde::{Deserialize, Serialize};
 
-use crate::summary::WriteTimes;
+use crate::summary::{FileTime, WriteTimes};
 
 /// The first message of a rank to the coordinator: its structure, and the plan that it remembers.
 #[derive(Debug, Serialize, Deserialize)]
@@ -44,9 +44,14 @@ pub(crate) struct RankReport {
     pub(crate) lines: Vec<Line>,
     pub(crate) cast: CastCounts,
     pub(crate) duration: Duration,
+    pub(crate) slowest_file: Option<FileTime>,
 }
 
 impl RankReport {
+    pub(crate) fn new(report: &WriteReport, cast: CastCounts, duration: Duration) -> Self {
+        Self { lines: lines(report), cast, duration, slowest_file: FileTime::slowest(report) }
+    }
+
     /// Bytes in data files.
     pub(crate) fn bytes(&self) -> u64 {
         self.lines.iter().map(|(_, len, _)| len).sum()
@@ -77,7 +82,7 @@ pub(crate) fn same_save(offers: &[Offer]) -> Result<(), PlanError> {
 /// A file of a report as it travels: its name, its length, and its SHA-256 where there is one.
 pub(crate) type Line = (String, u64, Option<[u8; 32]>);
 
-pub(crate) fn lines(report: &WriteReport) -> Vec<Line> {
+fn lines(report: &WriteReport) -> Vec<Line> {
     let line = |(key, len): &(Key, u64)| (key.to_string(), *len, report.sha256.get(key).copied());
     report.files.iter().map(line).collect()
 }

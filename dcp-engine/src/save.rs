@@ -23,7 +23,7 @@ use crate::device::STAGING_BYTES;
 use crate::event::{CheckpointEvent, CheckpointObserver, Observers, Operation};
 use crate::group::Group;
 use crate::memory::{Memory, Remembered};
-use crate::messages::{Decision, Offer, RankReport, Totals, lines};
+use crate::messages::{Decision, Offer, RankReport, Totals};
 use crate::source::{Leaf, StateSource};
 use crate::summary::{SaveSummary, SaveTimings};
 
@@ -272,11 +272,7 @@ impl Saver {
         };
         let duration = started.elapsed();
         let cast = prepared.source.cast_report();
-        let reported = written.map(|report| RankReport {
-            lines: lines(&report),
-            cast: cast.total(),
-            duration,
-        });
+        let reported = written.map(|report| RankReport::new(&report, cast.total(), duration));
         let bytes = reported.as_ref().map_or(0, RankReport::bytes);
         let reports = group
             .gather_results(Phase::Write, reported)

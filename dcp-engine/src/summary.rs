@@ -4,9 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dcp_cast::{CastCounts, CastReport};
+use dcp_core::checkpoint::WriteReport;
 use dcp_core::plan::GlobalPlan;
 use dcp_core::{CheckpointMetadata, Rank};
 use serde::{Deserialize, Serialize};
+
+use crate::messages::RankReport;
 
 /// The outcome of a save: the same on every rank, except the metadata, the timings, and what was cast.
 #[derive(Clone, Debug)]
@@ -54,7 +57,7 @@ pub struct SaveTimings {
 }
 
 /// How long the ranks of a save wrote, each without the wait for the others.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct WriteTimes {
     /// The rank that wrote longest.
@@ -65,11 +68,43 @@ pub struct WriteTimes {
     pub slowest_bytes: u64,
     /// The mean of all ranks.
     pub mean: Duration,
+    /// The file of any rank that took longest, if the format's writer measures files.
+    pub slowest_file: Option<FileTime>,
+}
+
+/// How long one data file took.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct FileTime {
+    /// The rank that wrote it.
+    pub rank: Rank,
+    /// Its key in the storage.
+    pub file: String,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// The duration from its first byte until it was durable.
+    pub duration: Duration,
+}
+
+impl FileTime {
+    /// The file of a rank's report that took longest; the rank is set by the coordinator.
+    pub(crate) fn slowest(report: &WriteReport) -> Option<Self> {
+        let timed = report.files.iter().filter_map(|(key, bytes)| {
+            let duration = *report.durations.get(key)?;
+            Some(Self { rank: 0, file: key.to_string(), bytes: *bytes, duration })
+        });
+        timed.max_by_key(|file| file.duration)
+    }
 }
 
 impl WriteTimes {
     /// Summarizes the durations and bytes of all ranks, in rank order.
-    pub(crate) fn of(ranks: impl Iterator<Item = (Duration, u64)> + Clone) -> Self {
+    pub(crate) fn of(reports: &[RankReport]) -> Self {
+        let ranks = reports.iter().map(|report| (report.duration, report.bytes()));
+        let files = (0..).zip(reports).filter_map(|(rank, report)| {
+            report.slowest_file.clone().map(|file| FileTime { rank, ..file })
+        });
+        let slowest_file = files.max_by_key(|file| file.duration);
         let slowest =
             (0..).zip(ranks.clone()).max_by_key(|(rank, (time, _))| (*time, u32::MAX - rank));
         let Some((slowest_rank, (slowest, slowest_bytes))) = slowest else {
@@ -78,7 +113,8 @@ impl WriteTimes {
         let (sum, count) = ranks.fold((Duration::ZERO, 0_u32), |(sum, count), (time, _)| {
             (sum.saturating_add(time), count + 1)
         });
-        Self { slowest_rank, slowest, slowest_bytes, mean: sum / count.max(1) }
+        let mean = sum / count.max(1);
+        Self { slowest_rank, slowest, slowest_bytes, mean, slowest_file }
     }
 
     /// The slowest rank's duration, by the mean: 1 if all ranks wrote equally long.

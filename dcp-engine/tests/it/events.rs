@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use dcp_conformance::FaultStorage;
-use dcp_core::{CheckpointError, Rank, Storage};
+use dcp_core::{CheckpointError, Key, Rank, Storage};
 use dcp_engine::event::Operation;
 use dcp_engine::{CheckpointEvent, CheckpointObserver, Loader, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
@@ -57,6 +57,10 @@ fn every_rank_observes_the_steps_of_its_saves_and_loads() {
     });
     assert_eq!(reports[0], reports[1], "all ranks have the same times");
     assert!(reports[0].slowest_rank < 2 && reports[0].imbalance() >= 1.0, "{reports:?}");
+    let file = reports[0].slowest_file.as_ref().unwrap();
+    assert!(file.file.starts_with(&format!("__{}_", file.rank)), "{file:?}");
+    let stored = block_on(storage.stat(&Key::new(&*file.file).unwrap())).unwrap();
+    assert_eq!(stored.byte_len, file.bytes);
 }
 
 #[test]

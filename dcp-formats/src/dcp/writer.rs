@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -104,10 +105,11 @@ impl DcpWriter {
         job: &FileJob,
         data: &dyn DataSource,
         options: FileOptions,
-    ) -> Result<(Key, u64), CheckpointError> {
+    ) -> Result<(Key, u64, Duration), CheckpointError> {
+        let started = Instant::now();
         job.write(&*self.storage, data, options, self.options.progress.as_ref()).await?;
         self.created().insert(job.key().clone());
-        Ok((job.key().clone(), job.byte_len()))
+        Ok((job.key().clone(), job.byte_len(), started.elapsed()))
     }
 }
 
@@ -282,9 +284,11 @@ impl StorageWriter for DcpWriter {
         let at_once = jobs.len().min(parallelism).max(1) as u64;
         let options = FileOptions::new(PutMode::Create).with_upload_bytes(in_flight / at_once);
         let writes = jobs.iter().map(|job| self.write_one(job, &*data, options.clone()));
-        let mut files = stop.run(writes, parallelism).await?;
-        files.sort_unstable();
-        Ok(WriteReport::new(files))
+        let mut written = stop.run(writes, parallelism).await?;
+        written.sort_unstable();
+        let durations = written.iter().map(|(key, _, time)| (key.clone(), *time)).collect();
+        let files = written.into_iter().map(|(key, len, _)| (key, len)).collect();
+        Ok(WriteReport::new(files).with_durations(durations))
     }
 
     async fn commit(

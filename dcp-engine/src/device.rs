@@ -22,9 +22,9 @@ pub(crate) fn piece_bytes(staging: u64) -> u64 {
     (staging / 4).clamp(1, PIECE_BYTES)
 }
 
-/// The elements of a box in the memory of a device, row-major.
+/// The elements of a box in the memory of a device, row-major, which are copied in pieces.
 #[derive(Clone)]
-pub(crate) struct DeviceElements {
+pub struct DeviceElements {
     memory: Arc<dyn DeviceMemory>,
     /// The runs of the box in the memory, in elements.
     runs: Runs,
@@ -36,7 +36,9 @@ pub(crate) struct DeviceElements {
 
 impl DeviceElements {
     /// The elements of `region`, in the coordinates of a shard of `sizes` that is all of `memory`.
-    pub(crate) fn new(
+    /// One copy has at most `piece_bytes`.
+    #[must_use]
+    pub fn new(
         memory: Arc<dyn DeviceMemory>,
         dtype: DType,
         region: &Region,
@@ -55,7 +57,9 @@ impl DeviceElements {
         Self::new(Arc::clone(memory), shard.dtype(), &inner, region.sizes(), PIECE_BYTES)
     }
 
-    pub(crate) fn byte_len(&self) -> u64 {
+    /// The length of all elements in bytes.
+    #[must_use]
+    pub fn byte_len(&self) -> u64 {
         self.byte_len
     }
 
@@ -124,12 +128,12 @@ impl DeviceElements {
         Ok(bytes)
     }
 
-    /// Copies all elements to host memory of their length.
-    pub(crate) async fn read_into(
-        &self,
-        fqn: &str,
-        mut target: &mut [u8],
-    ) -> Result<(), CheckpointError> {
+    /// Copies all elements of tensor `fqn` to host memory of their length.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Device`] when the device fails.
+    pub async fn read_into(&self, fqn: &str, mut target: &mut [u8]) -> Result<(), CheckpointError> {
         for copy in self.copies(0..self.byte_len) {
             let bytes = self.copy(fqn, &copy).await?;
             let (now, later) = target.split_at_mut(bytes.len().min(target.len()));
@@ -139,8 +143,12 @@ impl DeviceElements {
         Ok(())
     }
 
-    /// Copies all elements to the device.
-    pub(crate) async fn write(&self, fqn: &str, mut bytes: Bytes) -> Result<(), CheckpointError> {
+    /// Copies all elements of tensor `fqn` to the device.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Device`] when the device fails.
+    pub async fn write(&self, fqn: &str, mut bytes: Bytes) -> Result<(), CheckpointError> {
         for copy in self.copies(0..self.byte_len) {
             let len = copy.iter().map(|range| (range.end - range.start) as usize).sum::<usize>();
             let piece = bytes.split_to(len.min(bytes.len()));

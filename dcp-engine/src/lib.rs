@@ -14,7 +14,7 @@
 mod background;
 mod broadcast;
 mod cast;
-mod device;
+pub mod device;
 mod disjoint;
 mod division;
 pub mod event;

@@ -40,7 +40,8 @@
 //! plug-ins implement, [`planner`] for geometry and policy, [`formats`] for the bytes,
 //! [`engine`] for the protocols. With their features, `convert` has offline jobs on whole
 //! checkpoints, `megatron` and `olmo` what these frameworks save and load, `mapping` their weights
-//! as Hugging Face has them, `checkpoint` all of it by URL.
+//! as Hugging Face has them, `state` the state dicts of models and optimizers, `checkpoint` whole
+//! checkpoints by URL.
 //!
 //! # Features
 //!
@@ -58,6 +59,7 @@
 //! | `megatron` | yes | Megatron-Core's checkpoints of every age, its sharded state dicts, its save and load |
 //! | `checkpoint` | yes | whole checkpoints of any format by URL: open, verify, convert, merge, average, reshard; brings `convert`, `olmo`, `megatron` and `mapping` |
 //! | `mapping` | yes | mappings of weights between Megatron-Core's names and Hugging Face's |
+//! | `state` | yes | state dicts of models and optimizers as `torch.distributed.checkpoint.state_dict` makes them |
 //! | `blocking` | yes | the API for callers without a runtime |
 //! | `zstd` | yes | reading checkpoints saved through PyTorch's zstd extension |
 
@@ -85,6 +87,8 @@ pub use dcp_megatron as megatron;
 #[cfg(feature = "olmo")]
 pub use dcp_olmo as olmo;
 pub use dcp_planner as planner;
+#[cfg(feature = "state")]
+pub use dcp_state as state;
 #[cfg(feature = "fs")]
 pub use dcp_storage_fs as fs;
 #[cfg(feature = "node")]

@@ -84,6 +84,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
     run.rust_to_torch()?;
     run.torch_save()?;
     if torch == venv::NEWEST {
+        run.state_dicts()?;
         run.parts()?;
         run.subclasses()?;
         run.hugging_face()?;
@@ -188,6 +189,16 @@ impl Run<'_> {
         let convert = ["convert", "--to", "hf", "--dequantize", "bf16", "--quiet"];
         run(self.dcp().args(convert).arg(from).arg(to))?;
         run(self.script("interop_hf.py").arg("check").arg(&theirs).arg(&ours))
+    }
+
+    /// State dicts of a model and its optimizer, made by both and set by each from the other's.
+    fn state_dicts(&self) -> Result {
+        let folder = self.folder.join("state_dicts");
+        std::fs::create_dir(&folder)?;
+        println!("get_state_dict of torch → Rust on 2 ranks → set_state_dict of torch");
+        run(self.script("interop_state_dict.py").arg("save").arg(&folder))?;
+        self.rust(2, |rust| rust.arg("state-dict").arg(&folder))?;
+        run(self.script("interop_state_dict.py").arg("check").arg(&folder))
     }
 
     /// The model of training states in the layouts that programs have, taken by the command.

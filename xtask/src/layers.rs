@@ -140,6 +140,13 @@ const LAYERS: &[Layer] = &[
         never_named: &["std::fs", "std::net", "std::process::Command"],
     },
     Layer {
+        package: "dcp-state",
+        uses: &["dcp-core", "dcp-planner", "dcp-engine"],
+        tests_use: &["dcp-testing"],
+        never: &["object_store", "reqwest", "hyper", "zip"],
+        never_named: &["std::fs", "std::net", "std::process", "std::thread", "tokio::"],
+    },
+    Layer {
         package: "dcp-mapping",
         uses: &["dcp-core", "dcp-planner", "dcp-formats", "dcp-convert"],
         tests_use: &["dcp-conformance", "dcp-testing", "dcp-storage-fs"],
@@ -183,6 +190,7 @@ const LAYERS: &[Layer] = &[
             "dcp-olmo",
             "dcp-mapping",
             "dcp-megatron",
+            "dcp-state",
             "dcp-checkpoint",
         ],
         tests_use: &["dcp-conformance", "dcp-testing"],

@@ -13,6 +13,7 @@
 //! - `rewrite FROM TO` carries every object over without understanding it.
 //! - `olmo FROM TO nested|flat` loads a checkpoint of OLMo-core and saves it in that layout.
 //! - `megatron ...` opens, loads and saves checkpoints of Megatron-Core.
+//! - `state-dict FOLDER` makes the state dicts of a model and an optimizer and compares them.
 //! - `resave FOLDER NAME...` reads each `NAME.pt` of `torch.save` and writes it in every form.
 
 mod expected;
@@ -21,6 +22,8 @@ mod layout;
 mod megatron;
 #[cfg(feature = "olmo")]
 mod olmo;
+#[cfg(feature = "state")]
+mod state_dict;
 mod torch_save;
 
 use std::error::Error;
@@ -69,6 +72,8 @@ fn main() -> Result {
             ["rewrite", from, to] => rewrite(from, to, &group).await,
             #[cfg(feature = "olmo")]
             ["olmo", from, to, layout] => olmo::resave(from, to, layout, &group).await,
+            #[cfg(feature = "state")]
+            ["state-dict", folder] => state_dict::run(folder, &group).await,
             #[cfg(feature = "megatron")]
             ["megatron", ref args @ ..] => megatron::run(args, &group).await,
             ["resave", folder, ref names @ ..] => {

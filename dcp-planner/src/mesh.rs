@@ -1,6 +1,10 @@
 //! The regions of a tensor that each rank of a device mesh holds, by PyTorch's placements.
 
+mod layout;
+
 use dcp_core::{Dims, PlanError, Rank, Region};
+
+pub use self::layout::MeshLayout;
 
 /// Pieces into which a `_StridedShard` may cut what one rank holds.
 const MAX_PIECES: u64 = 1 << 20;
@@ -23,14 +27,21 @@ pub enum TensorPlacement {
         /// Pieces that the mesh axes further right make of it.
         split_factor: u64,
     },
+    /// Every rank along the mesh axis holds a term of a sum, or of another reduction. Neither a
+    /// save nor a load can use it, as in PyTorch.
+    Partial,
 }
 
-/// A grid of ranks, numbered in row-major order.
+/// A grid of ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct DeviceMesh(Dims);
+pub struct DeviceMesh {
+    shape: Dims,
+    /// The rank at each place, row-major; `None` where the places count the ranks.
+    ranks: Option<Vec<Rank>>,
+}
 
 impl DeviceMesh {
-    /// A grid of `shape` ranks per axis.
+    /// A grid of `shape` ranks per axis, numbered in row-major order.
     ///
     /// # Errors
     ///
@@ -39,31 +50,49 @@ impl DeviceMesh {
         let shape = shape.into();
         let ranks = shape.checked_volume().filter(|ranks| *ranks > 0);
         match ranks.and_then(|ranks| Rank::try_from(ranks).ok()) {
-            Some(_) => Ok(Self(shape)),
+            Some(_) => Ok(Self { shape, ranks: None }),
             None => Err(invalid(&format!("a mesh of {shape} ranks"))),
         }
+    }
+
+    /// A grid of these ranks, in row-major order: a part of a world, or ranks in another order.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new), and when the ranks are not as many as places, or one is repeated.
+    pub fn of_ranks(shape: impl Into<Dims>, ranks: Vec<Rank>) -> Result<Self, PlanError> {
+        let mesh = Self::new(shape)?;
+        let distinct: std::collections::BTreeSet<_> = ranks.iter().collect();
+        if ranks.len() != mesh.world_size() as usize || distinct.len() != ranks.len() {
+            let problem = format!("ranks {ranks:?} in a mesh of {} ranks", mesh.shape);
+            return Err(invalid(&problem));
+        }
+        Ok(Self { ranks: Some(ranks), ..mesh })
     }
 
     /// Ranks per axis.
     #[must_use]
     pub fn shape(&self) -> &Dims {
-        &self.0
+        &self.shape
     }
 
     /// The number of ranks.
     #[must_use]
     pub fn world_size(&self) -> u32 {
-        self.0.iter().product::<u64>() as u32
+        self.shape.iter().product::<u64>() as u32
     }
 
     /// Where a rank stands; `None` outside the mesh.
     #[must_use]
     pub fn coordinate(&self, rank: Rank) -> Option<Dims> {
-        let mut rest = u64::from(rank);
-        let mut coordinate = Dims::zeros(self.0.ndim());
-        for axis in (0..self.0.ndim()).rev() {
-            coordinate[axis] = rest % self.0[axis];
-            rest /= self.0[axis];
+        let mut rest = match &self.ranks {
+            None => u64::from(rank),
+            Some(ranks) => ranks.iter().position(|other| *other == rank)? as u64,
+        };
+        let mut coordinate = Dims::zeros(self.shape.ndim());
+        for axis in (0..self.shape.ndim()).rev() {
+            coordinate[axis] = rest % self.shape[axis];
+            rest /= self.shape[axis];
         }
         (rest == 0).then_some(coordinate)
     }
@@ -71,10 +100,14 @@ impl DeviceMesh {
     /// The rank that stands at a coordinate; `None` outside the mesh.
     #[must_use]
     pub fn rank(&self, coordinate: &[u64]) -> Option<Rank> {
-        let inside = coordinate.len() == self.0.ndim()
-            && coordinate.iter().zip(&*self.0).all(|(at, len)| at < len);
-        let fold = |rank, (at, len): (&u64, &u64)| rank * len + at;
-        inside.then(|| coordinate.iter().zip(&*self.0).fold(0, fold) as Rank)
+        let inside = coordinate.len() == self.shape.ndim()
+            && coordinate.iter().zip(&*self.shape).all(|(at, len)| at < len);
+        let fold = |place, (at, len): (&u64, &u64)| place * len + at;
+        let place = inside.then(|| coordinate.iter().zip(&*self.shape).fold(0, fold))?;
+        match &self.ranks {
+            None => Some(place as Rank),
+            Some(ranks) => ranks.get(usize::try_from(place).ok()?).copied(),
+        }
     }
 }
 
@@ -200,6 +233,9 @@ fn check(
     for placement in placements {
         let (axis, factor) = match placement {
             TensorPlacement::Replicate => continue,
+            TensorPlacement::Partial => {
+                return Err(invalid("a partial placement; reduce the tensor first"));
+            }
             TensorPlacement::Shard(axis) => (*axis, 1),
             TensorPlacement::StridedShard { axis, split_factor } => (*axis, *split_factor),
         };

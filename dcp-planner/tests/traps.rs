@@ -70,14 +70,6 @@ fn t07_uneven_fsdp2_with_tp_describes_the_data() {
 }
 
 #[test]
-fn t07_a_strided_shard_alone_is_several_boxes() {
-    let mesh = DeviceMesh::new([2]).unwrap();
-    let placements = [TensorPlacement::StridedShard { axis: 0, split_factor: 2 }];
-    let regions = local_regions(&[8], &mesh, &[1], &placements).unwrap();
-    assert_eq!(regions, [region(&[2], &[2]), region(&[6], &[2])]);
-}
-
-#[test]
 fn t08_ranks_that_contradict_each_other_are_named() {
     let spec = |shape: &[u64], dtype, sharded| LeafKind::Tensor {
         dtype,

@@ -84,6 +84,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
     run.rust_to_torch()?;
     run.torch_save()?;
     if torch == venv::NEWEST {
+        run.meshes()?;
         run.state_dicts()?;
         run.parts()?;
         run.subclasses()?;
@@ -189,6 +190,14 @@ impl Run<'_> {
         let convert = ["convert", "--to", "hf", "--dequantize", "bf16", "--quiet"];
         run(self.dcp().args(convert).arg(from).arg(to))?;
         run(self.script("interop_hf.py").arg("check").arg(&theirs).arg(&ours))
+    }
+
+    /// What every rank of every mesh of up to 8 ranks holds, by DTensor and by us.
+    fn meshes(&self) -> Result {
+        let file = self.folder.join("meshes.txt");
+        println!("shards of DTensor on all meshes of 1 to 3 axes and up to 8 ranks");
+        run(self.script("interop_mesh.py").arg(&file))?;
+        self.rust(1, |rust| rust.arg("mesh").arg(&file))
     }
 
     /// State dicts of a model and its optimizer, made by both and set by each from the other's.

@@ -138,6 +138,12 @@ pub enum PlanError {
         /// What does not fit.
         problem: String,
     },
+    /// Ranks hold terms of a sum, which cannot be saved or loaded.
+    #[error("{fqn} has a partial placement; reduce it to a sharded or replicated tensor first", fqn = Quoted(.fqn))]
+    Partial {
+        /// The tensor.
+        fqn: String,
+    },
     /// What a checkpoint's index says of an entry contradicts itself.
     #[error("the index of the checkpoint is invalid for {fqn}: {problem}", fqn = Quoted(.fqn), problem = Message(.problem))]
     InvalidIndex {

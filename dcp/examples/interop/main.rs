@@ -14,12 +14,14 @@
 //! - `olmo FROM TO nested|flat` loads a checkpoint of OLMo-core and saves it in that layout.
 //! - `megatron ...` opens, loads and saves checkpoints of Megatron-Core.
 //! - `state-dict FOLDER` makes the state dicts of a model and an optimizer and compares them.
+//! - `mesh FILE` compares the shards of layouts with those of DTensor.
 //! - `resave FOLDER NAME...` reads each `NAME.pt` of `torch.save` and writes it in every form.
 
 mod expected;
 mod layout;
 #[cfg(feature = "megatron")]
 mod megatron;
+mod mesh;
 #[cfg(feature = "olmo")]
 mod olmo;
 #[cfg(feature = "state")]
@@ -76,6 +78,7 @@ fn main() -> Result {
             ["state-dict", folder] => state_dict::run(folder, &group).await,
             #[cfg(feature = "megatron")]
             ["megatron", ref args @ ..] => megatron::run(args, &group).await,
+            ["mesh", file] => mesh::run(file),
             ["resave", folder, ref names @ ..] => {
                 for name in names {
                     for form in ["zip", "zip-2.1", "legacy"] {

@@ -12,7 +12,7 @@ use futures_util::TryStreamExt;
 
 use crate::absent_storage::AbsentStorage;
 use crate::error::{Error, ErrorKind};
-use crate::index_files::split_indices;
+use crate::index_files::{removal_order, split_indices};
 use crate::opener::Opener;
 use crate::overlap_guard::keep_urls_apart;
 
@@ -167,11 +167,30 @@ async fn indexed(
 }
 
 /// Files in the order of a copy: all that carry data, then those that make a checkpoint visible, in
-/// the deepest folders first, so that the tracker of a run comes last.
+/// the deepest folders first, so that the tracker of a run comes last. Those of one folder have an
+/// order in which no part of them is a complete checkpoint, of whatever format.
 fn batches(opener: &Opener, files: Vec<ObjectMeta>) -> Vec<Vec<ObjectMeta>> {
-    let (data, indices) = split_indices(&opener.formats, files);
+    let (data, indices) = split_indices(&opener.formats, files.clone());
     let mut batches = vec![data];
-    batches.extend(indices.into_iter().map(|file| vec![file]));
+    let folder = |file: &ObjectMeta| {
+        file.key.as_str().rsplit_once('/').map_or(String::new(), |(folder, _)| folder.to_owned())
+    };
+    for together in indices.chunk_by(|one, other| folder(one) == folder(other)) {
+        let mut together = together.to_vec();
+        // One index alone has one order.
+        if let [first, _, ..] = &*together {
+            let name = folder(first);
+            let prefix = if name.is_empty() { String::new() } else { format!("{name}/") };
+            let inside = files.iter().filter(|file| file.key.as_str().starts_with(&prefix));
+            let inside: Vec<_> = inside.cloned().collect();
+            if let Some(mut order) = removal_order(&opener.formats, &name, &inside) {
+                order.reverse();
+                let rank = |file: &ObjectMeta| order.iter().position(|one| one.key == file.key);
+                together.sort_by_key(rank);
+            }
+        }
+        batches.extend(together.into_iter().map(|file| vec![file]));
+    }
     batches
 }
 

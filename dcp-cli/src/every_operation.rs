@@ -9,6 +9,7 @@
 
 mod cases;
 mod copies;
+mod crashes;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -20,6 +21,7 @@ use clap::Parser;
 use dcp::core::registry::{Access, OpenRequest};
 use dcp::core::{Storage, StorageErrorKind};
 use dcp_conformance::{Effect, Fault, FaultStorage};
+use dcp_testing::Tortured;
 
 use crate::cli::Cli;
 use crate::failure::Failure;
@@ -121,6 +123,11 @@ fn is_temporary(name: &Path) -> bool {
     name.file_name().is_some_and(|name| name.to_string_lossy().starts_with(".dcp-tmp."))
 }
 
+/// The lock of a process that is gone.
+fn is_lock(name: &Path) -> bool {
+    name.file_name().is_some_and(|name| name.to_string_lossy().starts_with(".dcp-lock."))
+}
+
 /// A command that writes.
 struct Case {
     /// What comes before the target, and what comes behind it.
@@ -144,6 +151,13 @@ impl Case {
         if self.inner.is_empty() { target.to_owned() } else { target.join(self.inner) }
     }
 
+    /// The command and what it writes, for the table of `cargo xtask torture`.
+    fn name(&self) -> String {
+        let to = self.after.iter().position(|arg| arg == "--to").map(|at| &self.after[at + 1]);
+        let command = &self.before[0];
+        to.map_or_else(|| format!("dcp {command}"), |to| format!("dcp {command} --to {to}"))
+    }
+
     fn args(&self, target: &Path) -> Vec<String> {
         let target = target.display().to_string();
         self.before.iter().cloned().chain([target]).chain(self.after.iter().cloned()).collect()
@@ -163,6 +177,17 @@ enum Is {
     Old,
     New,
     Unfinished,
+}
+
+impl Is {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Nothing => "none",
+            Self::Old => "old",
+            Self::New => "new",
+            Self::Unfinished => "incomplete",
+        }
+    }
 }
 
 /// A way to stop a command at its n-th operation.
@@ -281,7 +306,7 @@ impl Bench {
     }
 
     fn judge(&self, target: &Path, found: &Files, when: &str) -> Is {
-        if found.is_empty() {
+        if found.keys().all(|name| is_lock(name)) {
             return Is::Nothing;
         }
         let shown = self.case.place(target).display().to_string();
@@ -338,6 +363,7 @@ impl Bench {
 
     /// Stops the command at every operation that matters, over nothing and over the old one.
     fn stop(&mut self, way: &Way) {
+        let mut row = Tortured::new(&self.case.name(), way.name);
         for replaces in [false, true] {
             let (target, undisturbed) = self.run(replaces, Arc::new(|storage| storage));
             fs::remove_dir_all(target.parent().unwrap()).unwrap();
@@ -357,6 +383,8 @@ impl Bench {
                 );
                 let left = files(&target);
                 let is = self.look(&target, replaces, &when);
+                row.points += 1;
+                row.count(is.word());
                 let passed = (ran.effects.len() as u64) < n;
                 if !way.dies {
                     let temporary = left.keys().any(|name| is_temporary(name));
@@ -391,6 +419,7 @@ impl Bench {
             assert!(seen.contains(&Is::New), "{}: {seen:?}", way.name);
             assert!(seen.contains(&was) || !(way.dies || way.undone), "{}: {seen:?}", way.name);
         }
+        row.report();
     }
 }
 
@@ -400,4 +429,5 @@ fn survives(case: Case) {
     for way in &WAYS {
         bench.stop(way);
     }
+    bench.crash();
 }

@@ -134,6 +134,8 @@ fn create_folders(path: &Path, sync: bool) -> io::Result<()> {
         create_folders(path.parent().unwrap_or(Path::new("")), sync)?;
         match fs::create_dir(path) {
             Err(error) if !path.is_dir() => return Err(error),
+            #[cfg(feature = "disk-log")]
+            Ok(()) => note_folder(path),
             // Another rank may create the same folder at the same time.
             _ => {}
         }
@@ -146,6 +148,14 @@ fn create_folders(path: &Path, sync: bool) -> io::Result<()> {
         // No rank of this user created the folder: it existed before.
         Err(error) if was_there && is_foreign(&error) => Ok(()),
         outcome => outcome,
+    }
+}
+
+#[cfg(feature = "disk-log")]
+fn note_folder(path: &Path) {
+    let name = path.file_name().and_then(|name| name.to_str());
+    if let (Ok(above), Some(name)) = (File::open(path.join("..")), name) {
+        crate::disk_log::made_folder(&above, name);
     }
 }
 

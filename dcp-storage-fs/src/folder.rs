@@ -21,10 +21,15 @@ pub(crate) fn open_or_create(root: &Root, path: &str) -> io::Result<OwnedFd> {
     #[cfg(test)]
     crate::kills::step();
     match mkdirat(&parent, name, Mode::from_raw_mode(0o777)) {
+        #[cfg(feature = "disk-log")]
+        Ok(()) => crate::disk_log::made_folder(&parent, name),
         // Another writer may create the same folder at the same time.
-        Ok(()) | Err(Errno::EXIST) => root.open_below(path, FOLDER),
-        Err(error) => Err(error.into()),
+        #[cfg(not(feature = "disk-log"))]
+        Ok(()) => {}
+        Err(Errno::EXIST) => {}
+        Err(error) => return Err(error.into()),
     }
+    root.open_below(path, FOLDER)
 }
 
 /// Makes the names of the folder at `path` and of those above it durable.
@@ -45,11 +50,18 @@ pub(crate) fn settle(root: &Root, path: &str) -> io::Result<()> {
 pub(crate) fn sync(folder: &OwnedFd) -> io::Result<()> {
     #[cfg(test)]
     tests::note(folder)?;
+    #[cfg(feature = "disk-log")]
+    let begun = crate::disk_log::begin_sync();
     match fsync(folder) {
         // Some network and user-space file systems have no such call on folders; there, names are
         // as durable as the server makes them.
         Err(Errno::INVAL | Errno::NOTSUP) => Ok(()),
-        outcome => Ok(outcome?),
+        outcome => {
+            outcome?;
+            #[cfg(feature = "disk-log")]
+            crate::disk_log::synced(folder, begun);
+            Ok(())
+        }
     }
 }
 

@@ -57,6 +57,8 @@ fn clean_folder(
         }
         match unlinkat(&fd, &temp.name, AtFlags::empty()) {
             Ok(()) => {
+                #[cfg(feature = "disk-log")]
+                crate::disk_log::unlinked(&fd, &temp.name);
                 tracing::info!(folder = %path, name = %temp.name, "removed a leftover");
                 removed += 1;
             }

@@ -32,6 +32,8 @@
 
 mod blocking;
 mod builder;
+#[cfg(feature = "disk-log")]
+pub mod disk_log;
 mod error;
 mod folder;
 #[cfg(test)]

@@ -22,7 +22,6 @@ use crate::error::on_key;
 use crate::folder::open_or_create;
 use crate::owner::{Owner, lock_name};
 use crate::shared::{Shared, parts};
-use crate::write::write_payload;
 
 /// How often a lock file is reopened because its holder just removed it, or is dead.
 const TRIES: u32 = 100;
@@ -115,12 +114,21 @@ impl Drop for Lock {
 fn open(folder: &OwnedFd, name: &str) -> io::Result<File> {
     let guarded = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let mode = Mode::from_raw_mode(0o666);
+    #[cfg(feature = "disk-log")]
+    let was_there = statat(folder, name, AtFlags::SYMLINK_NOFOLLOW).is_ok();
     match openat(folder, name, OFlags::RDWR | OFlags::CREATE | guarded, mode) {
         // Another user's file: except on NFS, a lock needs no write permission.
         Err(Errno::ACCESS) => {
             Ok(openat(folder, name, OFlags::RDONLY | guarded, Mode::empty())?.into())
         }
-        outcome => Ok(outcome?.into()),
+        outcome => {
+            let file = outcome?;
+            #[cfg(feature = "disk-log")]
+            if !was_there {
+                crate::disk_log::created(folder, name);
+            }
+            Ok(file.into())
+        }
     }
 }
 
@@ -137,7 +145,12 @@ fn is_at(folder: &OwnedFd, name: &str, file: &File) -> bool {
 fn remove(folder: &OwnedFd, name: &str) -> io::Result<()> {
     match unlinkat(folder, name, AtFlags::empty()) {
         Err(Errno::NOENT) => Ok(()),
-        outcome => Ok(outcome?),
+        outcome => {
+            outcome?;
+            #[cfg(feature = "disk-log")]
+            crate::disk_log::unlinked(folder, name);
+            Ok(())
+        }
     }
 }
 
@@ -167,7 +180,13 @@ fn write_record(file: &mut File) -> io::Result<()> {
     let host = uname.nodename().to_string_lossy().into_owned();
     file.set_len(0)?;
     file.rewind()?;
-    file.write_all(format!("{}\n{host}\n", Owner::current()).as_bytes())
+    #[cfg(feature = "disk-log")]
+    crate::disk_log::truncated(file);
+    let record = format!("{}\n{host}\n", Owner::current());
+    file.write_all(record.as_bytes())?;
+    #[cfg(feature = "disk-log")]
+    crate::disk_log::wrote(file, 0, &record.into_bytes().into());
+    Ok(())
 }
 
 fn read_record(file: &mut File) -> Record {
@@ -222,7 +241,7 @@ impl Claim for FsClaim {
         // The thread has a share of the lock: no other process gets it before the file has its name.
         blocking(op, Some(&self.key), move || {
             let temp = shared.create_temp(op, &key)?;
-            write_payload(&mut &**temp.file(), &payload).map_err(on_key(op, &key))?;
+            temp.write(&payload).map_err(on_key(op, &key))?;
             if !lock.is_held() {
                 return Err(StorageError::new(StorageErrorKind::Conflict, op, Some(key))
                     .with_message(format!("the lock file {:?} was removed meanwhile", lock.name)));

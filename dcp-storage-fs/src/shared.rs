@@ -144,6 +144,8 @@ fn remove_file(folder: &OwnedFd, name: &str) -> io::Result<bool> {
         Err(Errno::NOENT) => Ok(false),
         outcome => {
             outcome?;
+            #[cfg(feature = "disk-log")]
+            crate::disk_log::unlinked(folder, name);
             Ok(true)
         }
     }

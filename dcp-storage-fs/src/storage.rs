@@ -22,7 +22,6 @@ use crate::root::Root;
 use crate::shared::{Shared, is_reserved};
 use crate::upload::FsUpload;
 use crate::walk::{is_linked, look_into};
-use crate::write::write_payload;
 
 /// Objects as files below a root folder; clones share it. See the [crate](crate) documentation.
 #[derive(Clone, Debug)]
@@ -89,7 +88,7 @@ impl Storage for FsStorage {
         blocking(StorageOp::Put, Some(key), move || {
             let (op, key) = (StorageOp::Put, &for_thread);
             let temp = shared.create_temp(op, key)?;
-            write_payload(&mut &**temp.file(), &payload).map_err(on_key(op, key))?;
+            temp.write(&payload).map_err(on_key(op, key))?;
             shared.publish(op, key, temp, &mode)
         })
         .await

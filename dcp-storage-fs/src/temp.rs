@@ -6,12 +6,16 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
+use dcp_core::Payload;
 use dcp_core::storage::PutMode;
 use rustix::fs::{AtFlags, Mode, OFlags, linkat, openat, renameat, unlinkat};
 use rustix::io::Errno;
 
+#[cfg(feature = "disk-log")]
+use crate::disk_log;
 use crate::folder;
 use crate::owner::Owner;
+use crate::write::write_payload;
 
 /// A temporary file, removed on drop unless it was published.
 #[derive(Debug)]
@@ -35,6 +39,8 @@ impl Temp {
             match openat(&folder, &name, flags, Mode::from_raw_mode(0o666)) {
                 Ok(file) => {
                     let file = Arc::new(File::from(file));
+                    #[cfg(feature = "disk-log")]
+                    disk_log::created(&folder, &name);
                     return Ok(Self { folder, name, file, named: true });
                 }
                 Err(Errno::EXIST) => {}
@@ -45,6 +51,14 @@ impl Temp {
 
     pub(crate) fn file(&self) -> &Arc<File> {
         &self.file
+    }
+
+    /// Writes all bytes, to an empty file.
+    pub(crate) fn write(&self, payload: &Payload) -> io::Result<()> {
+        write_payload(&mut &*self.file, payload)?;
+        #[cfg(feature = "disk-log")]
+        disk_log::wrote(&self.file, 0, payload);
+        Ok(())
     }
 
     /// Gives the file its name in the same folder, in one step; with `sync`, its bytes are durable
@@ -58,7 +72,11 @@ impl Temp {
         #[cfg(test)]
         crate::kills::step();
         if sync {
+            #[cfg(feature = "disk-log")]
+            let begun = disk_log::begin_sync();
             self.file.sync_data()?;
+            #[cfg(feature = "disk-log")]
+            disk_log::synced(&self.file, begun);
         }
         let meta = self.file.metadata()?;
         #[cfg(test)]
@@ -67,6 +85,8 @@ impl Temp {
             PutMode::Overwrite => {
                 folder::refuse_special(&self.folder, name)?;
                 renameat(&self.folder, &self.name, &self.folder, name)?;
+                #[cfg(feature = "disk-log")]
+                disk_log::renamed(&self.folder, &self.name, name, &self.file);
             }
             _ => self.rename_to_free(name)?,
         }
@@ -95,7 +115,12 @@ impl Temp {
             match renameat_with(folder, &self.name, folder, name, flags) {
                 // The file system, or the kernel, cannot do it.
                 Err(Errno::INVAL | Errno::NOSYS | Errno::NOTSUP | Errno::PERM) => {}
-                outcome => return Ok(outcome?),
+                outcome => {
+                    outcome?;
+                    #[cfg(feature = "disk-log")]
+                    disk_log::renamed(&self.folder, &self.name, name, &self.file);
+                    return Ok(());
+                }
             }
         }
         self.link_to_free(name)
@@ -109,18 +134,30 @@ impl Temp {
             Err(Errno::EXIST) if self.file.metadata()?.nlink() == 2 => {}
             Err(error) => return Err(error.into()),
         }
+        #[cfg(feature = "disk-log")]
+        disk_log::linked(folder, name, &self.file);
         #[cfg(test)]
         crate::kills::step();
-        Ok(unlinkat(folder, &self.name, AtFlags::empty())?)
+        unlinkat(folder, &self.name, AtFlags::empty())?;
+        #[cfg(feature = "disk-log")]
+        disk_log::unlinked(folder, &self.name);
+        Ok(())
     }
 }
 
 impl Drop for Temp {
     fn drop(&mut self) {
-        if self.named
-            && let Err(error) = unlinkat(&self.folder, &self.name, AtFlags::empty())
-        {
-            tracing::warn!(name = %self.name, %error, "cannot remove a temporary file");
+        if !self.named {
+            return;
+        }
+        match unlinkat(&self.folder, &self.name, AtFlags::empty()) {
+            #[cfg(feature = "disk-log")]
+            Ok(()) => disk_log::unlinked(&self.folder, &self.name),
+            #[cfg(not(feature = "disk-log"))]
+            Ok(()) => {}
+            Err(error) => {
+                tracing::warn!(name = %self.name, %error, "cannot remove a temporary file");
+            }
         }
     }
 }

@@ -124,6 +124,10 @@ impl Upload for FsUpload {
                 // As a whole: a closure takes fields alone where it can.
                 let mut part = part;
                 let written = write_payload_at(&file, byte_offset, &payload);
+                #[cfg(feature = "disk-log")]
+                if written.is_ok() {
+                    crate::disk_log::wrote(&file, byte_offset, &payload);
+                }
                 // The caller gets its memory back before the result.
                 drop(payload);
                 let written = written.map_err(on_key(OP, &for_thread));

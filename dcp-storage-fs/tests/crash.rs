@@ -15,6 +15,8 @@ use dcp_conformance::{Trial, run};
 use dcp_core::storage::{PutMode, UploadOptions};
 use dcp_core::{Key, Payload, Storage, StorageErrorKind};
 use dcp_storage_fs::FsStorage;
+use dcp_storage_fs::disk_log::DiskLog;
+use dcp_testing::{Crashes, Loss, OnDisk};
 use futures_util::TryStreamExt;
 use tokio::runtime::{Builder, Runtime};
 
@@ -36,9 +38,93 @@ fn main() -> ExitCode {
         })
     };
     run(vec![
+        trial(
+            "what_a_write_made_durable_survives_any_crash",
+            what_a_write_made_durable_survives_any_crash,
+        ),
+        trial("without_sync_a_crash_loses_what_was_written", lose),
         trial("a_write_beyond_the_limit_of_the_process_is_full", limit_writer),
         trial("leftovers_of_the_dead_are_removed_and_those_of_the_living_kept", clean_up),
     ])
+}
+
+/// Writes objects in all ways, and returns their last bytes with the number of events after which
+/// they are durable.
+fn write_all(storage: &FsStorage, log: &DiskLog) -> Vec<(&'static str, &'static str, usize)> {
+    let runtime = runtime();
+    let key = |name: &str| Key::new(name).unwrap();
+    let mut durable = Vec::new();
+    let mut written = |name, bytes| durable.push((name, bytes, log.events().len()));
+    for (name, bytes, mode) in [
+        ("a", "first", PutMode::Create),
+        ("deep/er/b", "first", PutMode::Create),
+        ("a", "second one", PutMode::Overwrite),
+    ] {
+        runtime.block_on(storage.put(&key(name), bytes.into(), mode)).unwrap();
+        written(name, bytes);
+    }
+    for (name, mode) in [("deep/c", PutMode::Create), ("a", PutMode::Overwrite)] {
+        let options = UploadOptions::new(mode, 1 << 20);
+        let mut upload = runtime.block_on(storage.start_upload(&key(name), options)).unwrap();
+        runtime.block_on(upload.put_part("part".into())).unwrap();
+        runtime.block_on(upload.complete()).unwrap();
+        written(name, "part");
+    }
+    let claim = runtime.block_on(storage.claim(&key("claimed"))).unwrap();
+    runtime.block_on(claim.replace("by claim".into())).unwrap();
+    drop(claim);
+    written("claimed", "by claim");
+    runtime.block_on(storage.delete(&[key("deep/c")])).unwrap();
+    written("deep/c", "");
+    durable
+}
+
+/// The crashes after which an object is not what a write that returned before made it, or torn.
+fn losses(sync: bool) -> Vec<String> {
+    let folder = tempfile::tempdir().unwrap();
+    let log = DiskLog::start(folder.path()).unwrap();
+    let storage = FsStorage::builder(folder.path()).sync(sync).open().unwrap();
+    let durable = write_all(&storage, &log);
+    let crashes = Crashes::of(&log);
+    let mut lost = Vec::new();
+    for point in 0..crashes.points() {
+        for loss in Loss::all(20) {
+            let disk = crashes.disk(point, loss);
+            for name in ["a", "deep/er/b", "deep/c", "claimed"] {
+                let found = match disk.get(Path::new(name)) {
+                    Some(OnDisk::File { bytes, .. }) => Some(bytes.clone()),
+                    _ => None,
+                };
+                let versions: Vec<_> = durable.iter().filter(|one| one.0 == name).collect();
+                let last = versions.iter().rposition(|one| one.2 <= point);
+                // The last durable version, or a later one.
+                let is_one = |(_, bytes, _): &&&(_, &str, _)| {
+                    found.as_deref() == (!bytes.is_empty()).then_some(bytes.as_bytes())
+                };
+                let found_one = versions.iter().skip(last.unwrap_or(0)).any(|one| is_one(&one));
+                if !found_one && (last.is_some() || found.is_some()) {
+                    let event = crashes.event(point);
+                    lost.push(format!("{name} is {found:?} before {event}, {loss:?}"));
+                }
+            }
+        }
+    }
+    assert!(crashes.points() > 20, "{} points", crashes.points());
+    lost
+}
+
+fn what_a_write_made_durable_survives_any_crash() {
+    let lost = losses(true);
+    assert!(lost.is_empty(), "{lost:#?}");
+}
+
+/// Each model of loss shows it.
+fn lose() {
+    let lost = losses(false);
+    for loss in ["Unsynced", "Bytes", "Zeros", "Additions", "Removals", "Some"] {
+        assert!(lost.iter().any(|one| one.contains(loss)), "{loss} loses nothing");
+    }
+    assert!(!lost.iter().any(|one| one.ends_with("Nothing")), "{lost:#?}");
 }
 
 fn runtime() -> Runtime {

@@ -5,17 +5,21 @@
 //! [`block_on`]: it is compiled apart from the crate that this one depends on.
 #![allow(clippy::unwrap_used, reason = "tests fail loudly")]
 
+mod crash;
 mod device;
 mod folders;
 mod loopback;
 mod ranks;
 mod stored;
+mod torture;
 
+pub use crash::{Crashes, Disk, Loss, OnDisk, put_disk};
 pub use device::{FakeDevice, Traffic};
 pub use folders::{copy_folder, fixture, fixtures};
 pub use loopback::{listener, loopback};
 pub use ranks::{on_boxed_ranks, on_each, on_ranks};
 pub use stored::{get, in_memory, key, memory, names, put, put_folder};
+pub use torture::{Tortured, torture_seeds};
 
 /// Runs a future to its end on this thread, with timers.
 #[track_caller]

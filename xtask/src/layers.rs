@@ -200,7 +200,7 @@ const LAYERS: &[Layer] = &[
     Layer {
         package: "dcp-cli",
         uses: &["distcp"],
-        tests_use: &["dcp-conformance", "dcp-testing"],
+        tests_use: &["dcp-conformance", "dcp-testing", "dcp-storage-fs"],
         never: &["zip"],
         never_named: &[],
     },
@@ -213,7 +213,7 @@ const LAYERS: &[Layer] = &[
     },
     Layer {
         package: "dcp-testing",
-        uses: &["dcp-core", "dcp-conformance", "dcp-collectives"],
+        uses: &["dcp-core", "dcp-conformance", "dcp-collectives", "dcp-storage-fs"],
         tests_use: &[],
         never: &["object_store", "reqwest", "zip"],
         never_named: &["std::process::Command"],

@@ -17,6 +17,7 @@ mod machine;
 mod process;
 mod readme;
 mod shells;
+mod torture;
 mod venv;
 mod workspace;
 
@@ -59,6 +60,9 @@ cargo xtask <command>
   browser [--keep]                    pages of `dcp report` in headless Chromium
   shells                              completions in fish and zsh, manual pages in groff
   features                            each package and each feature alone, and the plug-in
+  torture [--short] [--seeds N] [--json]
+                                      disturbs saves and commands at every operation: crashes,
+                                      kills, full disks, errors, stalls; prints the counts
   readme                              runs the first command of README.md
   api [--update]                      compares the public names of published crates with api/
   fuzz [TARGET [SECONDS]]             runs one fuzz target with cargo-fuzz, or lists them
@@ -79,6 +83,7 @@ fn main() -> ExitCode {
         ["browser", ref rest @ ..] => browser::main(rest),
         ["shells"] => shells::main(),
         ["readme"] => readme::main(),
+        ["torture", ref rest @ ..] => torture::main(rest),
         ["fuzz", ref rest @ ..] => fuzz::main(rest),
         [] | ["help" | "--help" | "-h"] => {
             println!("{USAGE}");

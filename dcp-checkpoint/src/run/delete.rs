@@ -6,19 +6,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use dcp_core::format::{Evidence, Folder, FolderMatch, FormatRegistry, Listing, ListingEntry};
+use dcp_core::format::{Folder, FormatRegistry, Listing, ListingEntry};
 use dcp_core::storage::{Claim, ObjectMeta};
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::TryStreamExt;
 
 use super::retention::duration_text;
 use super::sidecar::{DELETING, Mark, PIN, mark_deleting};
-use crate::index_files::split_indices;
+use crate::index_files::{classify, is_whole, removal_order, split_indices};
 
 /// Files of one request.
 const BATCH: usize = 1000;
-/// Files of one checkpoint that are tried as the one that is removed first.
-const INDICES_MAX: usize = 8;
 
 /// Why a folder is deleted, which decides what is looked at before.
 #[derive(Clone, Copy, Debug)]
@@ -87,7 +85,8 @@ impl Deletion<'_> {
         let mark = folder.join(DELETING)?;
         // Another mark would hide that something was written since the first one.
         if !matches!(why, Doomed::Deleting) {
-            let format = self.classify(name, &files).map_or("", |found| found.format.info().name);
+            let format =
+                classify(self.formats, name, &files).map_or("", |found| found.format.info().name);
             mark_deleting(storage, &folder, format).await?;
         }
         for index in self.index_order(name, &files).unwrap_or_default() {
@@ -151,42 +150,12 @@ impl Deletion<'_> {
         })
     }
 
-    fn classify(&self, name: &str, files: &[ObjectMeta]) -> Option<FolderMatch> {
-        let listing = Listing::new(files.iter().cloned());
-        self.formats.classify(&listing.root().folder(name)?)
-    }
-
     /// The files that make the checkpoint visible, in an order of which the first removal makes it
     /// incomplete, and no later one complete again, for every format. `None` where there is no such
     /// order, as for a format without an index.
     fn index_order(&self, name: &str, files: &[ObjectMeta]) -> Option<Vec<Key>> {
-        let (data, mut indices) = split_indices(self.formats, files.to_vec());
-        // The last written goes first where that will do.
-        indices.reverse();
-        // Files that only have the name of an index may be many.
-        let first = (0..indices.len().min(INDICES_MAX)).find(|first| {
-            let mut order = indices.clone();
-            let chosen = order.remove(*first);
-            order.insert(0, chosen);
-            (1..=order.len().min(INDICES_MAX)).all(|gone| {
-                let rest = order.iter().skip(gone).chain(&data);
-                let rest: Vec<_> = rest.cloned().collect();
-                !self.seems_whole(name, &rest, files)
-            })
-        })?;
-        let chosen = indices.remove(first);
-        indices.insert(0, chosen);
-        Some(indices.into_iter().map(|file| file.key).collect())
-    }
-
-    /// Whether the rest of a checkpoint seems complete. Loose files, such as those of torch.save
-    /// beside a model, are no rest of it.
-    fn seems_whole(&self, name: &str, rest: &[ObjectMeta], all: &[ObjectMeta]) -> bool {
-        let was = self.classify(name, all);
-        self.classify(name, rest).is_some_and(|found| {
-            let is_same = was.is_some_and(|was| was.format.info().name == found.format.info().name);
-            is_whole(&found) && (is_same || found.found.evidence == Evidence::Index)
-        })
+        let order = removal_order(self.formats, name, files)?;
+        Some(order.into_iter().map(|file| file.key).collect())
     }
 
     /// The claims that savers take, where these are locks: a second claim fails while one is held.
@@ -215,10 +184,6 @@ impl Deletion<'_> {
         }
         Ok(held)
     }
-}
-
-fn is_whole(found: &FolderMatch) -> bool {
-    found.found.problem.is_none()
 }
 
 /// Whether a save has written into a folder since its deletion began.

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{Files, WAYS, dcp, files, is_temporary, put, scratch};
+use super::{Files, WAYS, dcp, files, is_lock, is_temporary, put, scratch};
 
 /// Files that are copied after the data, one by one.
 const INDICES: [&str; 3] = [".metadata", "common.pt", "metadata.json"];
@@ -12,9 +12,9 @@ fn is_index(name: &Path) -> bool {
     name.file_name().is_some_and(|name| INDICES.iter().any(|index| name == *index))
 }
 
-/// What is at the target, without temporary files of a writer that was killed.
-fn at(target: &Path) -> Files {
-    files(target).into_iter().filter(|(name, _)| !is_temporary(name)).collect()
+/// What is at the target, without temporary files and locks of a writer that was killed.
+pub(super) fn at(target: &Path) -> Files {
+    files(target).into_iter().filter(|(name, _)| !is_temporary(name) && !is_lock(name)).collect()
 }
 
 /// A copy that is stopped is no checkpoint, and the same command continues it.

@@ -2,6 +2,8 @@
 
 use std::io::{BufRead as _, BufReader};
 
+use dcp_testing::Tortured;
+
 use crate::child::{STEP, STOP, start};
 use crate::state::{load, state};
 
@@ -29,6 +31,7 @@ fn saves_again(place: &str) {
 #[test]
 fn a_first_save_that_is_killed_at_any_operation_is_none_or_whole() {
     let mut loaded = false;
+    let mut row = Tortured::new("first save, one process", "SIGKILL");
     for operation in 1.. {
         let folder = tempfile::tempdir().unwrap();
         let place = folder.path().join("run").display().to_string();
@@ -44,17 +47,21 @@ fn a_first_save_that_is_killed_at_any_operation_is_none_or_whole() {
                 assert!(!text.contains("bad "), "plainly incomplete, not damaged: {text}");
             }
         }
+        row.points += 1;
+        row.count(if loaded { "new" } else { "none" });
         if !killed {
             break;
         }
         saves_again(&place);
     }
+    row.report();
     assert!(loaded);
 }
 
 #[test]
 fn an_overwrite_that_is_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint() {
     let mut loaded = 1;
+    let mut row = Tortured::new("overwrite, one process", "SIGKILL");
     for operation in 1.. {
         let folder = tempfile::tempdir().unwrap();
         let place = folder.path().join("run").display().to_string();
@@ -63,10 +70,13 @@ fn an_overwrite_that_is_killed_at_any_operation_leaves_the_old_or_the_new_checkp
         let step = load(&place).unwrap();
         assert!(step == loaded || step == STEP, "{step} at operation {operation}");
         loaded = step;
+        row.points += 1;
+        row.count(if step == STEP { "new" } else { "old" });
         if !killed {
             break;
         }
         saves_again(&place);
     }
+    row.report();
     assert_eq!(loaded, STEP);
 }

@@ -6,6 +6,10 @@ mod background;
 mod borrowed;
 mod broadcast;
 mod child;
+#[cfg(feature = "checkpoint")]
+mod crashes;
+#[cfg(feature = "checkpoint")]
+mod disturbed;
 mod kills;
 mod manager;
 #[cfg(all(feature = "megatron", feature = "mapping"))]

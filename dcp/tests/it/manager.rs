@@ -204,3 +204,42 @@ fn a_coordinator_that_cannot_list_the_run_fails_all_ranks_alike() {
     assert_eq!(errors[0], errors[1]);
     assert!(errors[0].contains("rank 0"), "{errors:?}");
 }
+
+/// A clock may jump between any two steps, also between a save and the deletion after it.
+#[test]
+fn a_clock_that_jumps_causes_one_save_and_loses_no_checkpoint() {
+    const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+    let start = SystemTime::UNIX_EPOCH + 1000 * DAY;
+    let mut row = dcp_testing::Tortured::new("run with a schedule by time", "clock jump");
+    for jump in 1..=5 {
+        for jumped in [start - 900 * DAY, start + 10_000 * DAY] {
+            let folder = tempfile::tempdir().unwrap();
+            let readings = Arc::new(AtomicU64::new(0));
+            let read = Arc::clone(&readings);
+            let manager = CheckpointManager::new(run_in(&folder))
+                .schedule(SaveSchedule::new().every(DAY))
+                .keep(dcp::checkpoint::run::KeepYoungerThan(DAY))
+                .clock(move || match read.fetch_add(1, Ordering::SeqCst) {
+                    before if before < jump => start,
+                    _ => jumped,
+                });
+            manager.save(1, &state(1)).blocking().unwrap();
+            let mut saved = 1;
+            for step in 2..10 {
+                if manager.should_save(step).blocking().unwrap().is_some() {
+                    manager.save(step, &state(step)).blocking().unwrap();
+                    saved = step;
+                    row.count("saved");
+                }
+            }
+            assert!((2..10).contains(&saved), "no save after jump {jump}");
+            let last = *steps(&manager).last().unwrap();
+            assert_eq!(last, saved, "jump {jump}");
+            let count = row.found.values().sum::<u64>();
+            row.points += 1;
+            assert_eq!(count, row.points, "one save after jump {jump}");
+            assert!(readings.load(Ordering::SeqCst) > jump);
+        }
+    }
+    row.report();
+}

@@ -17,7 +17,7 @@ use dcp::{DType, Storage, Tensor, Value};
 
 use crate::child::{STEP, STOP, say, stopping};
 use crate::ranks::killed_before;
-use dcp_testing::block_on;
+use dcp_testing::{Tortured, block_on};
 
 /// In whose storage a rank stops: that of the checkpoint, or that of the tracker.
 const STOP_IN: &str = "DCP_TEST_STOP_IN";
@@ -26,12 +26,12 @@ const STOP_IN: &str = "DCP_TEST_STOP_IN";
 const ROWS: u64 = 8;
 const COLUMNS: u64 = 4096;
 
-fn open(place: &str, access: Access) -> Arc<dyn Storage> {
+pub(crate) fn open(place: &str, access: Access) -> Arc<dyn Storage> {
     dcp::block_on(dcp::default_storages().open(place, access)).unwrap().unwrap()
 }
 
 /// The state of save number `step`, as `rank` of `world` holds it.
-fn state(step: u8, rank: u32, world: u32) -> ShardedStateDict {
+pub(crate) fn state(step: u8, rank: u32, world: u32) -> ShardedStateDict {
     let bytes = vec![step; usize::try_from(ROWS * COLUMNS).unwrap()];
     let tensor = Tensor::replicated(DType::UInt8, [ROWS, COLUMNS], bytes).unwrap();
     let view = tensor.shards()[0].view().unwrap().clone();
@@ -77,12 +77,18 @@ pub(crate) fn save_as_a_rank(place: &str) {
 fn when_a_rank_of_megatron_is_killed_at_any_operation_the_tracker_names_a_whole_checkpoint() {
     for (victim, what) in [(0, "checkpoint"), (0, "tracker"), (1, "checkpoint"), (2, "checkpoint")]
     {
+        let how = match victim {
+            0 => format!("SIGKILL of the coordinator in the {what}"),
+            _ => "SIGKILL of a rank".to_owned(),
+        };
+        let mut row = Tortured::new("Megatron-Core: next iteration, 3 processes over TCP", &how);
         for operation in 1.. {
             let folder = tempfile::tempdir().unwrap();
             let place = folder.path().join("run").display().to_string();
             let stop = [(STOP, operation.to_string()), (STOP_IN, what.to_owned())];
             if !killed_before("megatron_rank", &place, victim, &stop) {
                 assert!(operation > 1, "rank {victim} writes nothing");
+                row.report();
                 break;
             }
             let run = MegatronRun::new(open(&place, Access::Read));
@@ -92,6 +98,8 @@ fn when_a_rank_of_megatron_is_killed_at_any_operation_the_tracker_names_a_whole_
             let steps = u64::from(STEP) - 1..=u64::from(STEP);
             assert!(steps.contains(&latest), "{latest} at operation {operation}");
             assert_whole(&place, u8::try_from(latest).unwrap());
+            row.points += 1;
+            row.count(if latest == u64::from(STEP) { "new" } else { "old" });
             for entry in fs::read_dir(&place).unwrap() {
                 let name = entry.unwrap().file_name().into_string().unwrap();
                 let Some(step) = name.strip_prefix("iter_") else { continue };
@@ -101,6 +109,27 @@ fn when_a_rank_of_megatron_is_killed_at_any_operation_the_tracker_names_a_whole_
             }
         }
     }
+}
+
+/// The number of the save in which all is that a checkpoint of two ranks has.
+pub(crate) fn load_value(url: &str) -> Result<u8, String> {
+    let url = url.to_owned();
+    // Not on the runtime of the caller.
+    std::thread::spawn(move || {
+        let storage = open(&url, Access::Read);
+        let whole = LocalTensor::described(DType::UInt8, [2 * ROWS, COLUMNS]);
+        let whole = ShardedTensor::from_rank_offsets("weight", whole).build().unwrap();
+        let request = ShardedStateDict::from([("weight", whole)]);
+        let loaded = block_on(load(&request, &storage, &MegatronLoadOptions::new()))
+            .map_err(|error| dcp::core::error::error_chain(&error))?;
+        let value = loaded.state.get("iteration").and_then(Value::as_int);
+        let value = u8::try_from(value.ok_or("no iteration")?).unwrap();
+        let weight = loaded.state.get("weight").and_then(Value::as_tensor).and_then(Tensor::to_vec);
+        assert!(weight.unwrap().iter().all(|byte| *byte == value), "parts of another save");
+        Ok(value)
+    })
+    .join()
+    .unwrap()
 }
 
 /// Every byte of the checkpoint is that of the one save.

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::process::{Child, ChildStdout};
 use std::sync::Arc;
 
+use dcp_testing::Tortured;
 use socket2::{Domain, Socket, Type};
 
 use crate::child::{STEP, STOP, start};
@@ -81,6 +82,8 @@ pub(crate) fn ranks_doing<'a>(
 #[test]
 fn when_a_rank_is_killed_at_any_operation_the_others_name_it_and_the_checkpoint_stays() {
     for victim in 0..3 {
+        let how = if victim == 0 { "SIGKILL of the coordinator" } else { "SIGKILL of a rank" };
+        let mut row = Tortured::new("overwrite, 3 processes over TCP", how);
         let mut loaded = STEP - 1;
         for operation in 1.. {
             let folder = tempfile::tempdir().unwrap();
@@ -92,6 +95,8 @@ fn when_a_rank_is_killed_at_any_operation_the_others_name_it_and_the_checkpoint_
             let step = load(&place).unwrap();
             assert!(step == loaded || step == STEP, "{step} at operation {operation}");
             loaded = step;
+            row.points += 1;
+            row.count(if step == STEP { "new" } else { "old" });
             if operation == 1 {
                 // Other ranks, another number of them: the next job saves here without any help.
                 for rank in &mut ranks_doing("rank", 2, &place, |_| &[]) {
@@ -100,6 +105,7 @@ fn when_a_rank_is_killed_at_any_operation_the_others_name_it_and_the_checkpoint_
                 assert!(load(&place).unwrap() >= STEP);
             }
         }
+        row.report();
         assert_eq!(loaded, if victim == 0 { STEP } else { STEP - 1 });
     }
 }

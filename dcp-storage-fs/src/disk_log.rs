@@ -16,7 +16,7 @@ use dcp_core::Payload;
 use rustix::fs::{AtFlags, Stat, fstat, statat};
 
 /// A file or a folder of a [`DiskLog`]. Each has its own number, whatever its inode.
-pub type NodeId = usize;
+pub type DiskId = usize;
 
 /// One system call that succeeded.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,21 +24,21 @@ pub type NodeId = usize;
 #[allow(missing_docs, reason = "the fields are those of the system call")]
 pub enum DiskEvent {
     /// An empty folder has this name in the folder `within`.
-    MakeFolder { within: NodeId, name: String, node: NodeId },
+    MakeFolder { within: DiskId, name: String, node: DiskId },
     /// An empty file has this name in the folder `within`.
-    Create { within: NodeId, name: String, node: NodeId },
+    Create { within: DiskId, name: String, node: DiskId },
     /// The file has these bytes from `byte_offset` on.
-    Write { node: NodeId, byte_offset: u64, bytes: Vec<u8> },
+    Write { node: DiskId, byte_offset: u64, bytes: Vec<u8> },
     /// The file has no bytes.
-    Truncate { node: NodeId },
+    Truncate { node: DiskId },
     /// The file has the name `to` and no longer the name `from`, both in the folder `within`.
-    Rename { within: NodeId, from: String, to: String, node: NodeId },
+    Rename { within: DiskId, from: String, to: String, node: DiskId },
     /// The file has one more name.
-    Link { within: NodeId, name: String, node: NodeId },
+    Link { within: DiskId, name: String, node: DiskId },
     /// The folder has no such name.
-    Unlink { within: NodeId, name: String },
+    Unlink { within: DiskId, name: String },
     /// The first `begun` events are durable, as far as they concern this file or folder.
-    Sync { node: NodeId, begun: usize },
+    Sync { node: DiskId, begun: usize },
 }
 
 /// A file or folder at the start of a [`DiskLog`]: durable.
@@ -47,7 +47,7 @@ pub enum DiskNode {
     /// The bytes of a file.
     File(Vec<u8>),
     /// The names in a folder.
-    Folder(BTreeMap<String, NodeId>),
+    Folder(BTreeMap<String, DiskId>),
 }
 
 /// A record of the changes below one folder. Ends when it is dropped.
@@ -57,8 +57,8 @@ pub struct DiskLog(Arc<Mutex<State>>);
 #[derive(Debug, Default)]
 struct State {
     start: Vec<DiskNode>,
-    nodes: NodeId,
-    by_inode: HashMap<(u64, u64), NodeId>,
+    nodes: DiskId,
+    by_inode: HashMap<(u64, u64), DiskId>,
     events: Vec<DiskEvent>,
 }
 
@@ -84,7 +84,7 @@ impl DiskLog {
         Ok(Self(state))
     }
 
-    /// What was there at the start; the index is the [`NodeId`].
+    /// What was there at the start; the index is the [`DiskId`].
     #[must_use]
     pub fn at_start(&self) -> Vec<DiskNode> {
         lock(&self.0).start.clone()
@@ -98,7 +98,7 @@ impl DiskLog {
 }
 
 impl State {
-    fn look(&mut self, path: &Path) -> io::Result<NodeId> {
+    fn look(&mut self, path: &Path) -> io::Result<DiskId> {
         let meta = fs::metadata(path)?;
         let node = self.add((meta.dev(), meta.ino()));
         self.start.push(DiskNode::Folder(BTreeMap::new()));
@@ -120,7 +120,7 @@ impl State {
     }
 
     /// A file system gives the inode of a removed file to the next one.
-    fn add(&mut self, inode: (u64, u64)) -> NodeId {
+    fn add(&mut self, inode: (u64, u64)) -> DiskId {
         let node = self.nodes;
         self.nodes += 1;
         self.by_inode.insert(inode, node);
@@ -134,7 +134,7 @@ fn inode(stat: &Stat) -> (u64, u64) {
 }
 
 /// Calls `note` with the log that has this file or folder, and its node there.
-fn on(fd: impl AsFd, mut note: impl FnMut(&mut State, NodeId)) {
+fn on(fd: impl AsFd, mut note: impl FnMut(&mut State, DiskId)) {
     let Ok(stat) = fstat(fd) else { return };
     let logs: Vec<_> = lock(&LOGS).iter().filter_map(Weak::upgrade).collect();
     for log in logs {
@@ -145,7 +145,7 @@ fn on(fd: impl AsFd, mut note: impl FnMut(&mut State, NodeId)) {
     }
 }
 
-fn new_node(state: &mut State, folder: impl AsFd, name: &str) -> Option<NodeId> {
+fn new_node(state: &mut State, folder: impl AsFd, name: &str) -> Option<DiskId> {
     let stat = statat(folder, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
     Some(state.add(inode(&stat)))
 }
@@ -190,7 +190,7 @@ pub(crate) fn linked(folder: &OwnedFd, name: &str, file: &File) {
     named(folder, file, |within, node| DiskEvent::Link { within, name: name.into(), node });
 }
 
-fn named(folder: &OwnedFd, file: &File, event: impl Fn(NodeId, NodeId) -> DiskEvent) {
+fn named(folder: &OwnedFd, file: &File, event: impl Fn(DiskId, DiskId) -> DiskEvent) {
     let Ok(stat) = fstat(file) else { return };
     on(folder, |state, within| {
         if let Some(&node) = state.by_inode.get(&inode(&stat)) {

@@ -12,7 +12,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use dcp_storage_fs::disk_log::{DiskEvent, DiskLog, DiskNode, NodeId};
+use dcp_storage_fs::disk_log::{DiskEvent, DiskId, DiskLog, DiskNode};
 
 /// The files and empty folders below a root, by their paths.
 pub type Disk = BTreeMap<PathBuf, OnDisk>;
@@ -151,9 +151,9 @@ pub fn put_disk(disk: &Disk, root: &Path) {
 /// A change that no sync covers yet, with the number of its event.
 #[derive(Debug)]
 enum Change {
-    Name { name: String, node: NodeId },
+    Name { name: String, node: DiskId },
     NoName { name: String },
-    Rename { from: String, to: String, node: NodeId },
+    Rename { from: String, to: String, node: DiskId },
     Write { byte_offset: u64, bytes: Vec<u8> },
     Truncate,
 }
@@ -281,7 +281,7 @@ impl Change {
 }
 
 fn apply(nodes: &mut Vec<State>, number: usize, event: &DiskEvent) {
-    let add = |nodes: &mut Vec<State>, node: NodeId, content: DiskNode| {
+    let add = |nodes: &mut Vec<State>, node: DiskId, content: DiskNode| {
         assert_eq!(node, nodes.len(), "nodes are numbered in the order of their events");
         nodes.push(State::durable(&content));
     };
@@ -307,7 +307,7 @@ fn apply(nodes: &mut Vec<State>, number: usize, event: &DiskEvent) {
     nodes[node].pending.push((number, change));
 }
 
-fn fill(disk: &mut Disk, nodes: &[State], node: NodeId, at: &Path) {
+fn fill(disk: &mut Disk, nodes: &[State], node: DiskId, at: &Path) {
     match &nodes[node].durable {
         DiskNode::File(bytes) => {
             disk.insert(at.to_owned(), OnDisk::File { bytes: bytes.clone(), age: node });

@@ -161,7 +161,7 @@ def check_models(folder, out):
         original = kind.from_pretrained(os.path.join(folder, name), dtype="auto")
         expected = logits(original)
         tensors = open_folder(os.path.join(folder, name))
-        for source in ("", "_dcp"):
+        for source in ("", "_dcp", "_ranks"):
             path = os.path.join(out, name + source)
             assert len([file for file in os.listdir(path) if file.endswith(".safetensors")]) > 1, path
             model, report = kind.from_pretrained(path, dtype="auto", output_loading_info=True)
@@ -172,10 +172,11 @@ def check_models(folder, out):
             found = open_folder(path)
             # Of tied tensors the libraries write one, a state dict has both.
             same({key: found[key] for key in tensors}, tensors, path)
-        # PyTorch's own reader, as a checkpoint of whole tensors.
-        state = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(os.path.join(out, name)), no_dist=True)
-        same(state, tensors, name)
+        # PyTorch's own reader, as a checkpoint of whole tensors, and of the shards of ranks.
+        for path in (name, os.path.join(name + "_ranks", "sharded")):
+            state = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+            dcp.load(state, storage_reader=HuggingFaceStorageReader(os.path.join(out, path)), no_dist=True)
+            same(state, tensors, path)
 
 
 def check_parts(folder, out):

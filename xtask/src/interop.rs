@@ -177,6 +177,11 @@ impl Run<'_> {
             // A model that replaces another has names that were free.
             run(convert().arg("--overwrite"))?;
         }
+        for model in ["llama", "gpt2"] {
+            let (from, to) = (theirs.join(model), ours.join(format!("{model}_ranks")));
+            self.rust(3, |rust| rust.arg("hugging-face").arg(&from).arg(&to))?;
+            std::fs::copy(from.join("config.json"), to.join("config.json"))?;
+        }
         for source in ["parts", "parts_mapped"] {
             let (from, to) = (theirs.join(source), ours.join(format!("{source}.safetensors")));
             run(self.dcp().args(["verify", "--quiet"]).arg(&from))?;

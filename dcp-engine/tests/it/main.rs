@@ -10,6 +10,7 @@ mod devices;
 mod events;
 mod faults;
 mod harness;
+mod hugging_face;
 mod modes;
 mod parallel;
 mod planners;

@@ -6,10 +6,12 @@
 //! `DCP_SHARDING_INFO` in their headers and without an index.
 //!
 //! [`HfReader`] reads all of these, and single files, as a checkpoint. [`find_quantized`] finds
-//! block-scaled weights. [`HfLayout`] divides tensors into files, and [`write_folder`] writes them.
+//! block-scaled weights. [`HfLayout`] divides tensors into files, and [`write_folder`] writes them,
+//! [`HfRankWriter`] in a save of ranks.
 
 mod audit;
 mod complete;
+mod consolidate;
 mod finding;
 mod format;
 mod index_file;
@@ -17,6 +19,7 @@ mod layout;
 mod load;
 mod merge;
 mod quantized;
+mod rank_writer;
 mod reader;
 mod replaced;
 mod sidecar_files;
@@ -34,6 +37,7 @@ pub use quantized::{
     BLOCK, E2M1, QuantScheme, Quantized, config_without_quantization, configured_block,
     find_quantized, names_scales,
 };
+pub use rank_writer::{HfRankWriter, HfRankWriterBuilder};
 pub use reader::{HfReader, HfReaderBuilder};
 pub use sidecar_files::{CONFIG_ASIDE, CONFIG_NAME};
 pub use write::{

@@ -209,7 +209,9 @@ impl PendingFolder<'_> {
         if let Err(error) = self.beside.prepare().await {
             return Published::No(error.into());
         }
-        let published = self.put_index().await;
+        // Without a reference to the folder, whose upload other threads may not share.
+        let json = self.plan.index_json().map(Bytes::from);
+        let published = put_index(&**self.storage, json, self.overwrite).await;
         let single = self.old.files.iter().find(|key| key.as_str() == SINGLE_NAME);
         let (Published::Yes(index), Some(single)) = (&published, single) else { return published };
         let removed = self.storage.delete(std::slice::from_ref(single)).await;
@@ -224,31 +226,28 @@ impl PendingFolder<'_> {
             Err(_) => Published::Unsure(error.into()),
         }
     }
+}
 
-    /// Writes the index, if there is one.
-    async fn put_index(&self) -> Published {
-        let Some(json) = self.plan.index_json() else { return Published::Yes(None) };
-        let json = Bytes::from(json);
-        let key = match Key::new(INDEX_NAME) {
-            Ok(key) => key,
-            Err(error) => return Published::No(StorageError::from(error).into()),
-        };
-        let put = |mode| self.storage.put(&key, Payload::from(json.clone()), mode);
-        let mode = if self.overwrite { PutMode::Overwrite } else { PutMode::Create };
-        let written = Published::Yes(Some((key.clone(), json.len() as u64)));
-        let Err(error) = put(mode).await else { return written };
-        match self.storage.read_all(&key).await {
-            // The index exists; writing it again may make it durable.
-            Ok(found) if found == json => match put(PutMode::Overwrite).await {
-                Ok(_) => written,
-                Err(_) => Published::Unsure(error.into()),
-            },
-            Ok(_) => Published::No(error.into()),
-            Err(absent) if absent.kind() == StorageErrorKind::NotFound => {
-                Published::No(error.into())
-            }
+/// Writes the index, if there is one.
+async fn put_index(storage: &dyn Storage, json: Option<Bytes>, overwrite: bool) -> Published {
+    let Some(json) = json else { return Published::Yes(None) };
+    let key = match Key::new(INDEX_NAME) {
+        Ok(key) => key,
+        Err(error) => return Published::No(StorageError::from(error).into()),
+    };
+    let put = |mode| storage.put(&key, Payload::from(json.clone()), mode);
+    let mode = if overwrite { PutMode::Overwrite } else { PutMode::Create };
+    let written = Published::Yes(Some((key.clone(), json.len() as u64)));
+    let Err(error) = put(mode).await else { return written };
+    match storage.read_all(&key).await {
+        // The index exists; writing it again may make it durable.
+        Ok(found) if found == json => match put(PutMode::Overwrite).await {
+            Ok(_) => written,
             Err(_) => Published::Unsure(error.into()),
-        }
+        },
+        Ok(_) => Published::No(error.into()),
+        Err(absent) if absent.kind() == StorageErrorKind::NotFound => Published::No(error.into()),
+        Err(_) => Published::Unsure(error.into()),
     }
 }
 
@@ -290,7 +289,7 @@ pub fn file_byte_lens(
 }
 
 /// The header of a file.
-fn contents(
+pub(super) fn contents(
     plan: &HfPlan,
     file: &HfFile,
     options: &HfWriteOptions,
@@ -407,10 +406,10 @@ impl Job<'_> {
 
 /// The items of one file within those of all.
 #[derive(Debug)]
-struct OneFile {
-    data: Arc<dyn DataSource>,
-    parts: Vec<usize>,
-    stop: Arc<AtomicBool>,
+pub(super) struct OneFile {
+    pub(super) data: Arc<dyn DataSource>,
+    pub(super) parts: Vec<usize>,
+    pub(super) stop: Arc<AtomicBool>,
 }
 
 #[async_trait]

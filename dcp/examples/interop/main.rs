@@ -14,10 +14,12 @@
 //! - `olmo FROM TO nested|flat` loads a checkpoint of OLMo-core and saves it in that layout.
 //! - `megatron ...` opens, loads and saves checkpoints of Megatron-Core.
 //! - `state-dict FOLDER` makes the state dicts of a model and an optimizer and compares them.
+//! - `hugging-face FROM TO` loads a model into shards and saves them and the whole tensors.
 //! - `mesh FILE` compares the shards of layouts with those of DTensor.
 //! - `resave FOLDER NAME...` reads each `NAME.pt` of `torch.save` and writes it in every form.
 
 mod expected;
+mod hugging_face;
 mod layout;
 #[cfg(feature = "megatron")]
 mod megatron;
@@ -78,6 +80,7 @@ fn main() -> Result {
             ["state-dict", folder] => state_dict::run(folder, &group).await,
             #[cfg(feature = "megatron")]
             ["megatron", ref args @ ..] => megatron::run(args, &group).await,
+            ["hugging-face", from, to] => hugging_face::resave(from, to, &group).await,
             ["mesh", file] => mesh::run(file),
             ["resave", folder, ref names @ ..] => {
                 for name in names {

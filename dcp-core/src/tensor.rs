@@ -333,6 +333,26 @@ impl Shard {
         Ok(Self { region, dtype: view.dtype(), data: ShardData::Host(view) })
     }
 
+    /// The same elements at a region further on by `by` elements per axis: a shard of a tensor that
+    /// is itself a shard, which begins there, as of FSDP1 over tensor parallelism.
+    ///
+    /// ```
+    /// use dcp_core::{DType, Region, Shard};
+    ///
+    /// // Rows 2 and 3 of the columns that begin at 8.
+    /// let inner = Shard::new(DType::UInt8, Region::new([2, 0], [2, 4])?, vec![0; 8])?;
+    /// assert_eq!(inner.translate(&[0, 8])?.region().to_string(), "[2:4, 8:12]");
+    /// # Ok::<(), dcp_core::PlanError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// When the number of axes differs or an end exceeds `u64`.
+    #[doc(alias = "flatten_sharded_tensors")]
+    pub fn translate(&self, by: &[u64]) -> Result<Self, PlanError> {
+        Ok(Self { region: self.region.translate(by)?, ..self.clone() })
+    }
+
     /// The region of the part in the whole tensor.
     #[must_use]
     pub fn region(&self) -> &Region {

@@ -8,6 +8,8 @@ mod dtype;
 mod encode;
 mod header;
 mod image;
+#[cfg(feature = "safetensors")]
+mod library;
 mod raw;
 mod sharding;
 mod tied;
@@ -18,6 +20,8 @@ pub use encode::{EncodedHeader, SafetensorsItem, encode_header};
 pub use header::{Header, PREFIX_LEN, TensorInfo, header_len};
 pub(crate) use header::{RangeProblem, Ranges};
 pub(crate) use image::{Image, read_image};
+#[cfg(feature = "safetensors")]
+pub use library::{LibraryTensor, from_safetensors, to_safetensors};
 pub use raw::{RAW, RawTypes};
 pub use sharding::{SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, ShardingInfo};
 pub use tied::{TIED, ties_of};

@@ -15,7 +15,9 @@ use dcp_core::{PlanError, Region};
 
 use crate::validate::unsupported;
 
-/// Which of the ranks that hold the same chunk or object writes it.
+/// Which of the ranks that hold the same chunk or object writes it. One of them always does:
+/// PyTorch's `dedup_replicated_tensors` has no effect either (2.15).
+#[doc(alias = "dedup_replicated_tensors")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DedupPolicy {

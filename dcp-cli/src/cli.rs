@@ -44,6 +44,7 @@ Examples:
   dcp copy runs/step_1000 s3://models/step_1000   to another storage, unchanged
   dcp prune runs --keep-last 3 --dry-run           which checkpoints would be deleted, and why
   dcp report runs/step_1000 -o report.html       a page to look around in, for any browser
+  dcp trace traces                                where the time of a save went, by rank and file
 
 URIs:
   A plain path or file://PATH: the directory of a checkpoint, or a file of torch.save or
@@ -83,6 +84,7 @@ pub(crate) enum Command {
     Unshard(command::Unshard),
     RewriteMetadata(command::RewriteMetadata),
     Report(command::Report),
+    Trace(command::Trace),
     Arch(command::Arch),
     Completions(command::Completions),
     Man(command::ManPages),

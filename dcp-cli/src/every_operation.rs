@@ -83,7 +83,7 @@ fn dcp<A: AsRef<str>>(args: &[A], how: Option<Break>) -> Ran {
     BREAK.set(how);
     OPENED.take();
     HEARD.set(Some(String::new()));
-    let outcome = crate::run(cli);
+    let outcome = crate::run(cli, "in a test");
     BREAK.set(None);
     let mut said = HEARD.take().unwrap_or_default();
     if let Err(failure) = &outcome {

@@ -3,6 +3,7 @@
 use dcp::StorageRegistry;
 use dcp::checkpoint::{Checkpoint, Need, Opener, Rollback};
 use dcp::node::{CacheFolder, cache_layer};
+use dcp::trace::TraceRecorder;
 
 use crate::failure::{Exit, Failure};
 use crate::interrupt;
@@ -18,20 +19,37 @@ pub(crate) struct Session {
     /// Whether links out of a checkpoint are followed.
     pub(crate) follow_links: bool,
     opener: Opener,
+    storages: StorageRegistry,
 }
 
 impl Session {
-    pub(crate) fn new(global: Global) -> Result<Self, Failure> {
+    /// A run whose requests to storages are recorded, if there is a recorder.
+    pub(crate) fn new(global: Global, recorder: Option<&TraceRecorder>) -> Result<Self, Failure> {
         let mut storages = storages(&global);
         let known = storages.check_options();
         known.map_err(|error| Failure::from(error).instead_of(Exit::Io, Exit::Usage))?;
+        if let Some(recorder) = recorder {
+            storages = storages.layer(recorder.layer(0));
+        }
         if let Some(folder) = &global.cache_dir {
             let folder = CacheFolder::new(folder).max_bytes(global.cache_size).open()?;
             storages = storages.layer(cache_layer(folder));
         }
-        let opener = Opener::new(storages).rank(global.rank).variant(global.variant.clone());
+        let opener =
+            Opener::new(storages.clone()).rank(global.rank).variant(global.variant.clone());
         let out = Output::new(global.color, global.quiet);
-        Ok(Self { out, rollback: Rollback::new(), follow_links: global.follow_links, opener })
+        Ok(Self {
+            out,
+            rollback: Rollback::new(),
+            follow_links: global.follow_links,
+            opener,
+            storages,
+        })
+    }
+
+    /// The storages of URLs.
+    pub(crate) fn storages(&self) -> &StorageRegistry {
+        &self.storages
     }
 
     /// Opens checkpoints as the input options say; notes go to stderr.

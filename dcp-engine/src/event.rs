@@ -66,8 +66,10 @@ pub enum CheckpointEvent {
         bytes_needed: u64,
         /// Bytes that this rank requested from the storage.
         bytes_read: u64,
-        /// The duration until all ranks had read.
+        /// The duration of this rank's read, without the wait for other ranks.
         duration: Duration,
+        /// The duration until all ranks had read.
+        all_ranks: Duration,
     },
     /// The save or load failed.
     Failed {

@@ -277,17 +277,21 @@ impl Loader {
         });
 
         let started = Instant::now();
-        let span = tracing::info_span!("read");
+        let span = tracing::info_span!("read", bytes = tracing::field::Empty);
         let count = sights.iter().map(|sight| sight.rounds).max().unwrap_or(1);
-        let read = rounds::read(reader, &metadata, rounds, count, &sink).instrument(span).await;
+        let read =
+            rounds::read(reader, &metadata, rounds, count, &sink).instrument(span.clone()).await;
+        let duration = started.elapsed();
         // Objects go into a copy first, so that no rank takes any before all have everything.
         let done = read.and_then(|read| Ok((read, with_objects(state, &places, &sink)?)));
         let (read, loaded) = group.all_succeed(Phase::Read, done).await?;
+        span.record("bytes", read.bytes_needed);
         *state = loaded;
         observers.send(&CheckpointEvent::Read {
             bytes_needed: read.bytes_needed,
             bytes_read: read.bytes_read,
-            duration: started.elapsed(),
+            duration,
+            all_ranks: started.elapsed(),
         });
         Ok(LoadSummary { report, read, metadata })
     }

@@ -1,5 +1,8 @@
 //! Saves and loads in a group, from URLs.
 
+#[cfg(feature = "trace")]
+mod trace;
+
 use std::fmt;
 use std::future::IntoFuture;
 use std::pin::Pin;
@@ -60,6 +63,8 @@ pub struct Checkpointer {
     storages: StorageRegistry,
     #[cfg(all(feature = "node", unix))]
     upload_slots: Option<dcp_storage_node::UploadSlots>,
+    #[cfg(feature = "trace")]
+    trace: Option<dcp_trace::TraceRecorder>,
     saver: Saver,
     loader: Loader,
     background: BackgroundSaver,
@@ -87,6 +92,8 @@ impl Checkpointer {
             storages: crate::default_storages(),
             #[cfg(all(feature = "node", unix))]
             upload_slots: None,
+            #[cfg(feature = "trace")]
+            trace: None,
             background: BackgroundSaver::new(saver.clone()),
             stager: None,
             decisions: None,
@@ -434,8 +441,8 @@ impl<'a, S: Stateful + Send + ?Sized> IntoFuture for Load<'a, S> {
 
 #[cfg(feature = "checkpoint")]
 impl Checkpointer {
-    pub(crate) fn storage_registry(&self) -> &StorageRegistry {
-        &self.storages
+    pub(crate) fn storage_registry(&self) -> StorageRegistry {
+        self.traced_storages()
     }
 
     /// Whether this rank decides for the group.
@@ -463,9 +470,20 @@ impl Checkpointer {
         Ok((self.writer)(self.target_storages().open(url, Access::Write).await?))
     }
 
+    /// The storages, whose requests are in the trace if there is one.
+    fn traced_storages(&self) -> StorageRegistry {
+        let storages = self.storages.clone();
+        #[cfg(feature = "trace")]
+        if let Some(trace) = &self.trace {
+            let rank = self.group.as_ref().map_or(0, |group| group.rank());
+            return storages.layer(trace.layer(rank));
+        }
+        storages
+    }
+
     /// The storages of saves.
     fn target_storages(&self) -> StorageRegistry {
-        let storages = self.storages.clone();
+        let storages = self.traced_storages();
         #[cfg(all(feature = "node", unix))]
         if let Some(slots) = self.upload_slots.clone() {
             return storages.layer(move |storage, _| {
@@ -486,6 +504,6 @@ impl Checkpointer {
     }
 
     async fn open_reader(&self, url: &str) -> Result<Arc<dyn StorageReader>, CheckpointError> {
-        Ok((self.reader)(self.storages.open(url, Access::Read).await?))
+        Ok((self.reader)(self.traced_storages().open(url, Access::Read).await?))
     }
 }

@@ -53,6 +53,7 @@
 //! | `memory` | no | checkpoints in the memory of the process: `memory://` URLs |
 //! | `object-storage` | no | any `ObjectStore` of the `object_store` crate as a storage |
 //! | `node` | yes | a cache of remote storages on local disk, and turns to upload, for the processes of a node |
+//! | `trace` | yes | traces of saves and loads: phases, files and requests of every rank, which Perfetto opens |
 //! | `collectives` | yes | groups of ranks: threads of one process, or processes over TCP |
 //! | `convert` | yes | offline jobs: inspect, verify, get, diff, stats, convert, reshard, average, merge, report |
 //! | `olmo` | yes | OLMo-core's runs, optimizer layouts and checkpoint functions |
@@ -96,6 +97,9 @@ pub use dcp_storage_fs as fs;
 pub use dcp_storage_node as node;
 #[cfg(feature = "object-storage")]
 pub use dcp_storage_object as object_storage;
+
+#[cfg(feature = "trace")]
+pub use dcp_trace as trace;
 
 #[cfg(feature = "blocking")]
 pub use block_on::block_on;

@@ -120,6 +120,13 @@ const LAYERS: &[Layer] = &[
         never_named: &["std::fs", "std::net", "std::process::Command"],
     },
     Layer {
+        package: "dcp-trace",
+        uses: &["dcp-core", "dcp-engine"],
+        tests_use: &["dcp-conformance", "dcp-testing", "dcp-formats"],
+        never: &["object_store", "reqwest", "hyper", "zip", "ciborium", "opentelemetry"],
+        never_named: &["StorageReader", "StorageWriter", "SavePlan", "LoadPlan", "std::net"],
+    },
+    Layer {
         package: "dcp-convert",
         uses: &["dcp-core", "dcp-cast", "dcp-planner", "dcp-formats"],
         tests_use: &[
@@ -184,6 +191,7 @@ const LAYERS: &[Layer] = &[
             "dcp-storage-fs",
             "dcp-storage-object",
             "dcp-storage-node",
+            "dcp-trace",
             "dcp-collectives",
             "dcp-engine",
             "dcp-convert",

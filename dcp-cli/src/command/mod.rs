@@ -16,6 +16,7 @@ mod report;
 mod reshard;
 mod rewrite_metadata;
 mod stats;
+mod trace;
 mod unshard;
 mod verify;
 
@@ -35,5 +36,6 @@ pub(crate) use report::{Report, report};
 pub(crate) use reshard::{Reshard, reshard};
 pub(crate) use rewrite_metadata::{RewriteMetadata, rewrite_metadata};
 pub(crate) use stats::{Stats, stats};
+pub(crate) use trace::{Trace, trace};
 pub(crate) use unshard::{Unshard, unshard};
 pub(crate) use verify::{Verify, verify};

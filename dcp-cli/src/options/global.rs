@@ -32,6 +32,16 @@ pub(crate) struct Global {
     #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Output")]
     pub(crate) verbose: u8,
 
+    /// Record the requests to storages and their times in this file, for `dcp trace` and Perfetto.
+    #[arg(
+        long,
+        global = true,
+        hide_short_help = true,
+        value_name = "FILE",
+        help_heading = "Output"
+    )]
+    pub(crate) trace: Option<PathBuf>,
+
     /// Follow symbolic links that lead out of the folder of a checkpoint.
     ///
     /// As in a run whose iterations are links to another disk. Only for folders that you trust: a

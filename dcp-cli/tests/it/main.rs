@@ -38,6 +38,7 @@ mod stats;
 mod support;
 mod terminal;
 mod torch_save;
+mod trace;
 mod unshard;
 mod values;
 mod wrong_input;

@@ -209,7 +209,7 @@ impl CheckpointManager {
     /// The run, to look at its checkpoints, to pin them, and to delete some.
     #[must_use]
     pub fn run(&self) -> Run {
-        Opener::new(self.checkpointer.storage_registry().clone()).run(&self.url)
+        Opener::new(self.checkpointer.storage_registry()).run(&self.url)
     }
 
     /// Whether the trainer saves after `step`, and why. Every rank calls it after the same steps and

@@ -112,6 +112,11 @@ pub(super) const TARGETS: &[Target] = &[
         parsers: &["dcp-formats/directory.rs", "dcp-formats/record.rs"],
     },
     Target {
+        name: "trace",
+        seeds: &["dcp-trace/tests/corpus/trace"],
+        parsers: &["dcp-trace/file.rs"],
+    },
+    Target {
         name: "zarr",
         seeds: &["dcp-formats/tests/corpus/zarr"],
         parsers: &["dcp-formats/header.rs"],
@@ -140,6 +145,7 @@ mod tests {
         "dcp-megatron/src/",
         "dcp-olmo/src/",
         "dcp-storage-object/src/",
+        "dcp-trace/src/",
     ];
 
     /// Files with a function of a parser's form that no target needs to reach by itself. A file

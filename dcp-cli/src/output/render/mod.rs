@@ -13,6 +13,7 @@ pub(crate) mod run;
 pub(crate) mod shards;
 mod spark;
 pub(crate) mod stats;
+pub(crate) mod trace;
 pub(crate) mod tree;
 pub(crate) mod value;
 mod wrap;

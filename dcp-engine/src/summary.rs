@@ -9,8 +9,6 @@ use dcp_core::plan::GlobalPlan;
 use dcp_core::{CheckpointMetadata, Rank};
 use serde::{Deserialize, Serialize};
 
-use crate::messages::RankReport;
-
 /// The outcome of a save: the same on every rank, except the metadata, the timings, and what was cast.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -98,12 +96,13 @@ impl FileTime {
 }
 
 impl WriteTimes {
-    /// Summarizes the durations and bytes of all ranks, in rank order.
-    pub(crate) fn of(reports: &[RankReport]) -> Self {
-        let ranks = reports.iter().map(|report| (report.duration, report.bytes()));
-        let files = (0..).zip(reports).filter_map(|(rank, report)| {
-            report.slowest_file.clone().map(|file| FileTime { rank, ..file })
-        });
+    /// Summarizes the durations and bytes of all ranks, and the slowest file of each, in rank order.
+    pub(crate) fn of(
+        ranks: impl Iterator<Item = (Duration, u64)> + Clone,
+        files: impl Iterator<Item = Option<FileTime>>,
+    ) -> Self {
+        let files = (0..).zip(files);
+        let files = files.filter_map(|(rank, file)| file.map(|file| FileTime { rank, ..file }));
         let slowest_file = files.max_by_key(|file| file.duration);
         let slowest =
             (0..).zip(ranks.clone()).max_by_key(|(rank, (time, _))| (*time, u32::MAX - rank));

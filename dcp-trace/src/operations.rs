@@ -1,7 +1,7 @@
 //! Phases of saves and loads, from the events of an observer.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dcp_core::Rank;
@@ -16,6 +16,16 @@ use crate::recorder::TraceRecorder;
 const SAVE_ROW: u32 = 1;
 pub(crate) const LOAD_ROW: u32 = 2;
 const STAGE_ROW: u32 = 3;
+
+impl TraceRecorder {
+    /// The observer that records the phases of saves and loads, for
+    /// [`Saver::observer`](dcp_engine::Saver::observer) and
+    /// [`Loader::observer`](dcp_engine::Loader::observer).
+    #[must_use]
+    pub fn observer(&self) -> Arc<dyn CheckpointObserver> {
+        Arc::new(RankOperations::new(self.clone()))
+    }
+}
 
 /// Records the events of the saves and loads of any ranks.
 #[derive(Debug)]

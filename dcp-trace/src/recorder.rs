@@ -1,6 +1,7 @@
 //! Records events.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -8,12 +9,9 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use dcp_core::registry::OpenRequest;
-use dcp_core::{Rank, Storage};
+use dcp_core::Rank;
 
 use crate::event::TraceEvent;
-use crate::operations::RankOperations;
-use crate::storage::TracedStorage;
 
 /// A trace that is being recorded, of one or several ranks of this process; clones share it.
 ///
@@ -48,7 +46,7 @@ struct Rows {
     named: Vec<u32>,
 }
 
-/// The first row of requests; rows before it are those of [`RankOperations`].
+/// The first row of requests; rows before it are those of phases.
 const FIRST_REQUEST_ROW: u32 = 10;
 
 impl TraceRecorder {
@@ -68,36 +66,6 @@ impl TraceRecorder {
             State { out: Some(Box::new(out)), error: None, empty: true, ranks: HashMap::new() };
         let epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self(Arc::new(Shared { began: Instant::now(), epoch, state: Mutex::new(state) }))
-    }
-
-    /// The observer that records the phases of saves and loads, for
-    /// [`Saver::observer`](dcp_engine::Saver::observer) and
-    /// [`Loader::observer`](dcp_engine::Loader::observer).
-    #[must_use]
-    pub fn observer(&self) -> Arc<dyn dcp_engine::CheckpointObserver> {
-        Arc::new(RankOperations::new(self.clone()))
-    }
-
-    /// The same storage, whose requests are recorded as those of `rank`.
-    #[must_use]
-    pub fn storage(&self, rank: Rank, inner: Arc<dyn Storage>) -> Arc<dyn Storage> {
-        Arc::new(TracedStorage::new(self.clone(), rank, inner))
-    }
-
-    /// The layer of a registry whose storages record their requests as those of `rank`.
-    ///
-    /// ```
-    /// # use dcp_core::registry::StorageRegistry;
-    /// # let recorder = dcp_trace::TraceRecorder::to(std::io::sink());
-    /// let storages = StorageRegistry::empty().layer(recorder.layer(0));
-    /// # drop(storages);
-    /// ```
-    pub fn layer(
-        &self,
-        rank: Rank,
-    ) -> impl Fn(Arc<dyn Storage>, &OpenRequest) -> Arc<dyn Storage> + Send + Sync + 'static {
-        let recorder = self.clone();
-        move |storage, _| recorder.storage(rank, storage)
     }
 
     /// Records a span of the caller's own, such as a step of training, until it is dropped.
@@ -191,8 +159,8 @@ impl Shared {
 impl State {
     /// Names a rank before its first event.
     fn greet(&mut self, rank: Rank) {
-        if !self.ranks.contains_key(&rank) {
-            self.ranks.insert(rank, Rows::default());
+        if let Entry::Vacant(fresh) = self.ranks.entry(rank) {
+            fresh.insert(Rows::default());
             self.record(&TraceEvent::naming(rank, None, &format!("rank {rank}")));
         }
     }

@@ -6,6 +6,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use dcp_core::registry::OpenRequest;
 use dcp_core::storage::{
     Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
     ReadRequest, Upload, UploadOptions, WholeObject,
@@ -15,6 +16,30 @@ use futures_core::Stream;
 
 use crate::event::{FILE, REQUEST};
 use crate::recorder::{TraceRecorder, TraceSpan};
+
+impl TraceRecorder {
+    /// The same storage, whose requests are recorded as those of `rank`.
+    #[must_use]
+    pub fn storage(&self, rank: Rank, inner: Arc<dyn Storage>) -> Arc<dyn Storage> {
+        Arc::new(TracedStorage::new(self.clone(), rank, inner))
+    }
+
+    /// The layer of a registry whose storages record their requests as those of `rank`.
+    ///
+    /// ```
+    /// # use dcp_core::registry::StorageRegistry;
+    /// # let recorder = dcp_trace::TraceRecorder::to(std::io::sink());
+    /// let storages = StorageRegistry::empty().layer(recorder.layer(0));
+    /// # drop(storages);
+    /// ```
+    pub fn layer(
+        &self,
+        rank: Rank,
+    ) -> impl Fn(Arc<dyn Storage>, &OpenRequest) -> Arc<dyn Storage> + Send + Sync + 'static {
+        let recorder = self.clone();
+        move |storage, _| recorder.storage(rank, storage)
+    }
+}
 
 /// Records the calls of a storage, from the call until its result. A call that is dropped has the
 /// argument `outcome: canceled`.

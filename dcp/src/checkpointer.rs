@@ -1,5 +1,6 @@
 //! Saves and loads in a group, from URLs.
 
+mod open;
 #[cfg(feature = "trace")]
 mod trace;
 
@@ -9,7 +10,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use dcp_core::planner::{LoadPlanner, SavePlanner};
-use dcp_core::registry::{Access, StorageRegistry};
+use dcp_core::registry::StorageRegistry;
 use dcp_core::{
     CheckpointError, Collective, Rank, StateDict, Stateful, Storage, StorageReader, StorageWriter,
 };
@@ -462,48 +463,5 @@ impl Checkpointer {
             Some(group) => (Some(Arc::clone(group)), self.coordinator),
             None => self.settled_group().await,
         }
-    }
-}
-
-impl Checkpointer {
-    async fn open_writer(&self, url: &str) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
-        Ok((self.writer)(self.target_storages().open(url, Access::Write).await?))
-    }
-
-    /// The storages, whose requests are in the trace if there is one.
-    fn traced_storages(&self) -> StorageRegistry {
-        let storages = self.storages.clone();
-        #[cfg(feature = "trace")]
-        if let Some(trace) = &self.trace {
-            let rank = self.group.as_ref().map_or(0, |group| group.rank());
-            return storages.layer(trace.layer(rank));
-        }
-        storages
-    }
-
-    /// The storages of saves.
-    fn target_storages(&self) -> StorageRegistry {
-        let storages = self.traced_storages();
-        #[cfg(all(feature = "node", unix))]
-        if let Some(slots) = self.upload_slots.clone() {
-            return storages.layer(move |storage, _| {
-                Arc::new(dcp_storage_node::ThrottledStorage::new(storage, slots.clone()))
-            });
-        }
-        storages
-    }
-
-    /// Opens the writer, without keeping the background saver that runs this alive.
-    fn open_later(
-        self,
-        url: String,
-    ) -> impl Future<Output = Result<Arc<dyn StorageWriter>, CheckpointError>> + Send + 'static
-    {
-        let (storages, writer) = (self.target_storages(), self.writer);
-        async move { Ok(writer(storages.open(&url, Access::Write).await?)) }
-    }
-
-    async fn open_reader(&self, url: &str) -> Result<Arc<dyn StorageReader>, CheckpointError> {
-        Ok((self.reader)(self.traced_storages().open(url, Access::Read).await?))
     }
 }

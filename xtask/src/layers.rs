@@ -123,7 +123,7 @@ const LAYERS: &[Layer] = &[
         package: "dcp-trace",
         uses: &["dcp-core", "dcp-engine"],
         tests_use: &["dcp-conformance", "dcp-testing", "dcp-formats"],
-        never: &["object_store", "reqwest", "hyper", "zip", "ciborium", "opentelemetry"],
+        never: &["object_store", "reqwest", "hyper", "zip", "opentelemetry"],
         never_named: &["StorageReader", "StorageWriter", "SavePlan", "LoadPlan", "std::net"],
     },
     Layer {

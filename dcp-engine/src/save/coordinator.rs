@@ -93,7 +93,10 @@ pub(super) async fn commit(
         bytes_written: all.clone().map(|(_, len, _)| *len).sum(),
         files: all.count() as u64,
         reused_plan: reused,
-        write_times: WriteTimes::of(&reports),
+        write_times: WriteTimes::of(
+            reports.iter().map(|report| (report.duration, report.bytes())),
+            reports.iter().map(|report| report.slowest_file.clone()),
+        ),
         cast,
     };
     let reports =

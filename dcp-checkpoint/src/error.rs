@@ -321,6 +321,9 @@ impl From<ConvertError> for Error {
                 (ErrorKind::SameTarget, Some(hint.to_owned()))
             }
             ConvertError::Disagreement { .. } => (ErrorKind::Disagreement, None),
+            ConvertError::InvalidOption { .. } => (ErrorKind::InvalidOption, None),
+            ConvertError::UnknownFqns { .. } => (ErrorKind::UnknownKey, None),
+            ConvertError::Task { .. } => (ErrorKind::Io, None),
             _ => (ErrorKind::Unsupported, None),
         };
         let failure = Self::of(kind, error);

@@ -2,12 +2,10 @@
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
-    ReadRequest, StorageExt, Upload, UploadOptions, WholeObject,
+    Claim, ObjectMeta, PartFuture, PutMode, StorageExt, Upload, UploadOptions,
 };
 use dcp_core::{Key, Payload, Storage, StorageError};
 use tokio::sync::{OwnedRwLockWriteGuard, RwLock};
@@ -184,21 +182,9 @@ impl Watched {
 
 #[async_trait]
 impl Storage for Watched {
-    fn capabilities(&self) -> Capabilities {
-        self.storage.capabilities()
-    }
-
-    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-        self.storage.stat(key).await
-    }
-
-    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
-        self.storage.read(key, request).await
-    }
-
-    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
-        self.storage.read_whole(key, max_bytes).await
-    }
+    dcp_core::forward_storage!(
+        storage: capabilities, stat, read, read_whole, list, list_folder, remove_leftovers
+    );
 
     async fn put(
         &self,
@@ -217,14 +203,6 @@ impl Storage for Watched {
         let naming = self.naming(key, options.mode.clone());
         let upload = self.storage.start_upload(key, options).await?;
         Ok(Box::new(WatchedUpload { upload, naming }))
-    }
-
-    fn list(&self, folder: Option<&Key>) -> ObjectStream {
-        self.storage.list(folder)
-    }
-
-    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
-        self.storage.list_folder(folder)
     }
 
     async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
@@ -253,14 +231,6 @@ impl Storage for Watched {
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
         let claim = self.storage.claim(key).await?;
         Ok(Arc::new(WatchedClaim { claim, naming: self.naming(key, PutMode::Overwrite) }))
-    }
-
-    async fn remove_leftovers(
-        &self,
-        folder: Option<&Key>,
-        min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        self.storage.remove_leftovers(folder, min_age).await
     }
 }
 

@@ -13,8 +13,7 @@ use dcp_core::error::StorageOp;
 use dcp_core::format::Subfolder;
 use dcp_core::registry::{Access, StorageRegistry};
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadOutcome, ReadRequest,
-    Upload, UploadOptions, WholeObject,
+    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, Upload, UploadOptions,
 };
 use dcp_core::{DType, Key, Payload, Storage, StorageError, StorageErrorKind};
 use dcp_storage_fs::FsStorage;
@@ -139,24 +138,14 @@ fn unsupported(op: StorageOp) -> StorageError {
 
 #[async_trait]
 impl Storage for Web {
+    dcp_core::forward_storage!(0: stat, read, read_whole);
+
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.0.capabilities();
         capabilities.writable = false;
         capabilities.listable = false;
         capabilities.complete_listing = false;
         capabilities
-    }
-
-    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-        self.0.stat(key).await
-    }
-
-    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
-        self.0.read(key, request).await
-    }
-
-    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
-        self.0.read_whole(key, max_bytes).await
     }
 
     async fn put(&self, _: &Key, _: Payload, _: PutMode) -> Result<ObjectMeta, StorageError> {

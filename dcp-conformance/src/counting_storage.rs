@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
-    ReadRequest, Upload, UploadOptions, WholeObject,
+    Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome, ReadRequest,
+    Upload, UploadOptions, WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError};
 
@@ -121,9 +121,7 @@ impl CountingStorage {
 
 #[async_trait]
 impl Storage for CountingStorage {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    dcp_core::forward_storage!(inner: capabilities);
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         self.count(key, |counts| counts.stats += 1);
@@ -261,11 +259,11 @@ impl Upload for CountingUpload {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::storage::StorageExt;
 
     use super::*;
     use crate::MemoryStorage;
     use crate::case::runtime;
+    use dcp_core::storage::StorageExt;
 
     #[test]
     fn requests_and_bytes_are_counted() {

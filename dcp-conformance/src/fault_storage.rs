@@ -8,8 +8,8 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
-    ReadRequest, Upload, UploadOptions, WholeObject,
+    Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome, ReadRequest,
+    Upload, UploadOptions, WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::stream;
@@ -236,9 +236,7 @@ impl Verdict {
 
 #[async_trait]
 impl Storage for FaultStorage {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    dcp_core::forward_storage!(inner: capabilities);
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         self.run((StorageOp::Stat, Effect::None), key, self.inner.stat(key)).await

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
-    ReadRequest, Upload, UploadOptions, WholeObject,
+    Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome, ReadRequest,
+    Upload, UploadOptions, WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError};
 use futures_util::{StreamExt, stream};
@@ -55,9 +55,7 @@ impl SlowStorage {
 
 #[async_trait]
 impl Storage for SlowStorage {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    dcp_core::forward_storage!(inner: capabilities);
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         self.pace.wait(0).await;

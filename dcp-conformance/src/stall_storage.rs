@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
-    ReadRequest, Upload, UploadOptions, WholeObject,
+    Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome, ReadRequest,
+    Upload, UploadOptions, WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError};
 use futures_util::{StreamExt, stream};
@@ -106,9 +106,7 @@ impl StallStorage {
 
 #[async_trait]
 impl Storage for StallStorage {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    dcp_core::forward_storage!(inner: capabilities);
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         self.pass().await;

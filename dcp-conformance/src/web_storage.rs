@@ -6,8 +6,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadOutcome, ReadRequest,
-    Upload, UploadOptions, WholeObject,
+    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, Upload, UploadOptions,
 };
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::stream;
@@ -34,6 +33,8 @@ fn unsupported(op: StorageOp, key: Option<&Key>) -> StorageError {
 
 #[async_trait]
 impl Storage for WebStorage {
+    dcp_core::forward_storage!(inner: stat, read, read_whole);
+
     fn capabilities(&self) -> Capabilities {
         let inner = self.inner.capabilities();
         let mut capabilities = Capabilities::none();
@@ -42,18 +43,6 @@ impl Storage for WebStorage {
         capabilities.coalesce_gap = inner.coalesce_gap;
         capabilities.parallelism = inner.parallelism;
         capabilities
-    }
-
-    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-        self.inner.stat(key).await
-    }
-
-    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
-        self.inner.read(key, request).await
-    }
-
-    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
-        self.inner.read_whole(key, max_bytes).await
     }
 
     async fn put(&self, key: &Key, _: Payload, _: PutMode) -> Result<ObjectMeta, StorageError> {

@@ -64,27 +64,98 @@ pub enum ConvertError {
         /// The functions and classes, with their places.
         found: Vec<ForeignCallable>,
     },
-    /// The target's format cannot store this, or the options contradict each other.
+    /// The target's format cannot store a tensor or an object.
+    #[error("{fqn} {problem}", fqn = Quoted(.fqn), problem = Message(.problem))]
+    NotStorable {
+        /// The tensor or object.
+        fqn: String,
+        /// Why it cannot be stored, and the alternative; a predicate.
+        problem: String,
+    },
+    /// The target's format can store no part of the checkpoint, or not in this form.
     #[error("{what} {problem}", what = Message(.what), problem = Message(.problem))]
-    Unsupported {
-        /// The tensor, object or option.
+    NoForm {
+        /// The checkpoint, its objects or its metadata.
         what: String,
-        /// Why it cannot be stored, and the alternative.
+        /// Why it cannot be stored, and the alternative; a predicate.
+        problem: String,
+    },
+    /// Elements have no conversion to the requested dtype.
+    #[error("tensor {fqn} {problem}", fqn = Quoted(.fqn), problem = Message(.problem))]
+    NotCastable {
+        /// The tensor.
+        fqn: String,
+        /// The dtypes, and why not; a predicate.
+        problem: String,
+    },
+    /// What is requested exists only of tensors.
+    #[error("{fqn} is not a tensor, so it has no {part}; leave that option out", fqn = Quoted(.fqn))]
+    NotATensor {
+        /// The object.
+        fqn: String,
+        /// What was requested of it, such as "slices".
+        part: &'static str,
+    },
+    /// There is more than this form of output is for.
+    #[error("{what} has more than {limit}; {instead}", what = Message(.what))]
+    TooLarge {
+        /// The tensor.
+        what: String,
+        /// How much is possible, with the unit.
+        limit: String,
+        /// Another way to the same data.
+        instead: &'static str,
+    },
+    /// An option is invalid by itself, or does not fit the checkpoint or the other options.
+    #[error("{option} {problem}", option = Message(.option), problem = Message(.problem))]
+    InvalidOption {
+        /// The option, or its value.
+        option: String,
+        /// Why it is invalid, and what is valid; a predicate.
+        problem: String,
+    },
+    /// The names of a selection or mapping match no entry.
+    #[error("the keys match nothing in this checkpoint: {}", first_of(.fqns))]
+    UnknownFqns {
+        /// The names, in quotes.
+        fqns: Vec<String>,
+    },
+    /// A task of a job panicked, or its runtime is shutting down.
+    #[error("a task that {task} did not finish: {problem}", problem = Message(.problem))]
+    Task {
+        /// What the task does, such as "compares elements".
+        task: &'static str,
+        /// The panic, or the reason of the runtime.
         problem: String,
     },
 }
 
 impl ConvertError {
-    pub(crate) fn unsupported(what: impl Into<String>, problem: impl Into<String>) -> Self {
-        Self::Unsupported { what: what.into(), problem: problem.into() }
+    /// `fqn` cannot be stored: the predicate `problem`.
+    pub(crate) fn not_storable(fqn: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self::NotStorable { fqn: fqn.into(), problem: problem.into() }
+    }
+
+    /// `what`, which is more than one entry, cannot be stored: the predicate `problem`.
+    pub(crate) fn no_form(what: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self::NoForm { what: what.into(), problem: problem.into() }
+    }
+
+    /// `option` is invalid: the predicate `problem`.
+    pub(crate) fn invalid_option(option: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self::InvalidOption { option: option.into(), problem: problem.into() }
+    }
+
+    pub(crate) fn task(task: &'static str, error: &tokio::task::JoinError) -> Self {
+        Self::Task { task, problem: error.to_string() }
     }
 
     /// Converts an error of planning a write. A value that the target's format cannot store is
-    /// [`ConvertError::Unsupported`], not a bad checkpoint.
+    /// [`ConvertError::NotStorable`], not a bad checkpoint.
     pub(crate) fn unwritable(error: CheckpointError) -> Self {
         match error {
-            CheckpointError::Plan(PlanError::Unsupported { fqn, problem }) => {
-                Self::unsupported(format!("{fqn:?}"), format!("cannot be written: {problem}"))
+            CheckpointError::Plan(PlanError::NotStorable { fqn, problem }) => {
+                Self::not_storable(fqn, format!("cannot be written: {problem}"))
             }
             other => Self::Checkpoint(other),
         }

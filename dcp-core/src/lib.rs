@@ -36,6 +36,7 @@
 pub mod checkpoint;
 mod collective;
 pub mod device;
+pub mod digest;
 pub mod dims;
 pub mod dtype;
 pub mod error;

@@ -186,14 +186,15 @@ impl SavePlan {
     pub fn push_chunk(&mut self, key_index: usize, region: &Region) -> Result<(), PlanError> {
         let fqn = || self.name_of(key_index);
         let spec = self.keys.get(key_index).and_then(|key| key.tensor.as_ref());
-        if spec.is_none_or(|spec| spec.shape.ndim() != region.ndim()) {
-            return Err(PlanError::Unsupported {
-                fqn: fqn(),
-                problem: format!("chunk {region} does not fit its tensor"),
-            });
+        let spec = spec.ok_or_else(|| PlanError::NotATensor { fqn: fqn() })?;
+        let (expected, found) = (spec.shape.ndim(), region.ndim());
+        if expected != found {
+            return Err(PlanError::AxisCount { fqn: fqn(), expected, found });
         }
-        let key = u32::try_from(key_index)
-            .map_err(|_| PlanError::TooLarge { problem: "more than 2^32 keys".into() })?;
+        let key = u32::try_from(key_index).map_err(|_| PlanError::TooLarge {
+            what: "the number of keys".into(),
+            limit: u32::MAX.into(),
+        })?;
         self.item_keys.push(key);
         self.item_data.push(self.geometry.len() as u64);
         self.geometry.extend_from_slice(region.offsets());
@@ -214,10 +215,7 @@ impl SavePlan {
                 self.item_data.push(byte_len);
                 Ok(())
             }
-            _ => Err(PlanError::Unsupported {
-                fqn: self.name_of(key_index),
-                problem: "an object item needs an object key".into(),
-            }),
+            _ => Err(PlanError::NotAnObject { fqn: self.name_of(key_index) }),
         }
     }
 
@@ -335,6 +333,14 @@ pub struct ReadItem {
     pub leaf: u32,
     /// The data to copy.
     pub kind: ReadKind,
+}
+
+impl ReadItem {
+    /// The error of a sink that gets data for this item, which it did not request.
+    #[must_use]
+    pub fn unrequested(&self) -> PlanError {
+        PlanError::Unrequested { entry: self.entry, leaf: self.leaf }
+    }
 }
 
 /// The data that a [`ReadItem`] copies.

@@ -32,8 +32,7 @@ impl SavePlan {
             state.leaves.iter().map(|leaf| (&*leaf.fqn, &leaf.kind)).collect();
         for index in 0..self.len() {
             let Some(item) = self.item(index) else {
-                let problem = format!("item {index} of a plan by {planner} is out of bounds");
-                return Err(PlanError::Wire { problem });
+                return Err(PlanError::NoItem { item: index as u64, items: self.len() as u64 });
             };
             let fqn = &*item.key.fqn;
             let untrue = |planned: String, held: String| PlanError::Untrue {
@@ -90,22 +89,22 @@ impl GlobalPlan {
     /// all.
     pub fn check_against(&self, locals: &[SavePlan], planner: &str) -> Result<(), PlanError> {
         let metadata = &self.metadata;
-        let bad = |problem: String| PlanError::Wire { problem: format!("{planner}: {problem}") };
-        if self.selections.len() != locals.len() {
-            let problem =
-                format!("{} selections for {} plans", self.selections.len(), locals.len());
-            return Err(bad(problem));
+        let (expected, found) = (locals.len(), self.selections.len());
+        if expected != found {
+            let made_by = format!("planner {planner}");
+            return Err(PlanError::PlanCount { made_by, expected, found });
         }
         let chunks = |entry: &Entry| entry.as_tensor().map_or(1, |tensor| tensor.chunks.len());
         let mut written: Vec<Vec<bool>> =
             metadata.iter().map(|(_, entry)| vec![false; chunks(entry)]).collect();
-        for (rank, (local, selected)) in locals.iter().zip(&self.selections).enumerate() {
+        for (local, selected) in locals.iter().zip(&self.selections) {
             for selected in selected {
+                let (number, items) = (u64::from(selected.item), local.len() as u64);
                 let item = local.item(selected.item as usize);
+                let item = item.ok_or(PlanError::NoItem { item: number, items })?;
                 let entry = metadata.at(selected.entry as usize);
-                let (Some(item), Some((fqn, entry))) = (item, entry) else {
-                    return Err(bad(format!("rank {rank} is to write {selected:?}")));
-                };
+                let missing = PlanError::NoEntry { entry: selected.entry.into(), chunk: None };
+                let (fqn, entry) = entry.ok_or(missing)?;
                 let untrue = |planned: String, held: String| PlanError::Untrue {
                     planner: planner.to_owned(),
                     fqn: item.key.fqn.to_string(),

@@ -47,9 +47,9 @@ impl<'a> SaveRun<'a> {
     ) -> Result<Vec<WritePlan>, CheckpointError> {
         let plans = self.writer.place(&self.session, locals, global)?;
         if plans.len() != locals.len() {
-            let problem =
-                format!("the writer made plans for {} of {} ranks", plans.len(), locals.len());
-            return Err(PlanError::Wire { problem }.into());
+            let (expected, found) = (locals.len(), plans.len());
+            let made_by = "the writer".to_owned();
+            return Err(PlanError::PlanCount { made_by, expected, found }.into());
         }
         Ok(plans)
     }

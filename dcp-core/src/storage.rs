@@ -7,6 +7,7 @@
 mod capabilities;
 mod conditional_claim;
 mod ext;
+mod forward;
 mod object;
 
 use std::fmt;

@@ -134,10 +134,11 @@ impl Tensor {
         for shard in &shards {
             if !whole.contains(&shard.region) {
                 let problem = format!("shard {} is outside shape {shape}", shard.region);
-                return Err(PlanError::InvalidTensor { problem });
+                return Err(PlanError::InvalidTensor { fqn: None, problem });
             }
             if shard.dtype != dtype {
                 return Err(PlanError::InvalidTensor {
+                    fqn: None,
                     problem: format!("a {} shard in a {dtype} tensor", shard.dtype),
                 });
             }
@@ -223,7 +224,7 @@ impl Tensor {
     /// memory is lent for writing.
     #[doc(alias = "as_slice")]
     pub fn elements<T: TensorElement>(&self) -> Result<Elements<T>, PlanError> {
-        let refuse = |problem: String| PlanError::InvalidTensor { problem };
+        let refuse = |problem: String| PlanError::InvalidTensor { fqn: None, problem };
         if self.dtype != T::DTYPE {
             let problem = format!("a {} tensor has no elements of {}", self.dtype, T::DTYPE);
             return Err(refuse(problem));
@@ -287,7 +288,7 @@ impl Shard {
             let found = memory.len();
             let problem =
                 format!("{dtype} {region} needs {expected} bytes, its memory has {found}");
-            return Err(PlanError::InvalidTensor { problem });
+            return Err(PlanError::InvalidTensor { fqn: None, problem });
         }
         let view = TensorView::contiguous(memory, dtype, region.sizes().clone(), 0)?;
         Ok(Self { region, dtype, data: ShardData::Host(view) })
@@ -313,7 +314,7 @@ impl Shard {
                     .map_or_else(|| "more than 2^64".to_owned(), |expected| expected.to_string()),
                 memory.device()
             );
-            return Err(PlanError::InvalidTensor { problem });
+            return Err(PlanError::InvalidTensor { fqn: None, problem });
         }
         Ok(Self { region, dtype, data: ShardData::Device(memory) })
     }
@@ -327,6 +328,7 @@ impl Shard {
     pub fn with_view(region: Region, view: TensorView) -> Result<Self, PlanError> {
         if region.sizes() != view.shape() {
             return Err(PlanError::InvalidTensor {
+                fqn: None,
                 problem: format!("region {region} over a view of shape {}", view.shape()),
             });
         }
@@ -426,6 +428,7 @@ fn byte_len(dtype: DType, sizes: &Dims) -> Result<usize, PlanError> {
         .and_then(|bytes| usize::try_from(bytes).ok())
         .filter(|bytes| isize::try_from(*bytes).is_ok())
         .ok_or_else(|| PlanError::InvalidTensor {
+            fqn: None,
             problem: format!("{dtype} of shape {sizes} does not fit in memory"),
         })
 }

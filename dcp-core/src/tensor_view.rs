@@ -51,6 +51,7 @@ impl TensorView {
         let shape = shape.into();
         if strides.len() != shape.ndim() {
             return Err(PlanError::InvalidTensor {
+                fqn: None,
                 problem: format!("{} strides for a view of shape {shape}", strides.len()),
             });
         }
@@ -58,7 +59,7 @@ impl TensorView {
         if end.is_none_or(|end| end > memory.len() as u64) {
             let (end, len) = (end.unwrap_or(u64::MAX), memory.len());
             let problem = format!("a view of shape {shape} ends at byte {end} of {len}");
-            return Err(PlanError::InvalidTensor { problem });
+            return Err(PlanError::InvalidTensor { fqn: None, problem });
         }
         Ok(Self { memory, dtype, shape, strides, byte_offset })
     }
@@ -96,7 +97,7 @@ impl TensorView {
         let whole = full(&self.shape)?;
         if !whole.contains(region) {
             let problem = format!("region {region} is outside shape {}", self.shape);
-            return Err(PlanError::InvalidTensor { problem });
+            return Err(PlanError::InvalidTensor { fqn: None, problem });
         }
         let byte_offset = if region.is_empty() {
             self.byte_offset
@@ -122,7 +123,7 @@ impl TensorView {
     /// When an axis is named twice or does not exist, or an axis with a size other than 1 is not
     /// named.
     pub fn with_axes(&self, axes: &[Option<usize>]) -> Result<Self, PlanError> {
-        let refuse = |problem: String| PlanError::InvalidTensor { problem };
+        let refuse = |problem: String| PlanError::InvalidTensor { fqn: None, problem };
         let mut named = vec![false; self.shape.ndim()];
         let (mut shape, mut strides) = (Vec::new(), Vec::new());
         for axis in axes {
@@ -158,6 +159,7 @@ impl TensorView {
         let elements = |shape: &Dims| shape.checked_volume();
         if !self.is_contiguous() || elements(&shape) != elements(&self.shape) {
             return Err(PlanError::InvalidTensor {
+                fqn: None,
                 problem: format!("a view of shape {} cannot be seen as {shape}", self.shape),
             });
         }

@@ -14,7 +14,7 @@ use dcp_core::{CheckpointError, CheckpointMetadata, Collective, Rank, Region, St
 use crate::disjoint::{cut, disjoint};
 use crate::exchange_message::{Parcel, Piece, Wanted};
 use crate::group::Group;
-use crate::planned::{bad, tensor_dtype};
+use crate::planned::{check_chunk, out_of_step, tensor_dtype};
 use crate::receiver::Receiver;
 
 /// Bytes of tensor data in one message.
@@ -60,7 +60,7 @@ impl BroadcastReader {
     }
 
     fn reader(&self) -> Result<&Arc<dyn StorageReader>, CheckpointError> {
-        self.inner.as_ref().ok_or_else(|| bad("the reading rank has no reader"))
+        self.inner.as_ref().ok_or_else(|| out_of_step("the reading rank has no reader"))
     }
 
     fn group(&self) -> Result<Group, CheckpointError> {
@@ -233,12 +233,7 @@ impl Needs {
             for item in LoadPlan::from_wire(bytes)?.items {
                 match item.kind {
                     ReadKind::Tensor { chunk, region, .. } if !region.is_empty() => {
-                        let known = metadata.at(item.entry as usize).and_then(|(_, entry)| {
-                            entry.as_tensor()?.chunks.get(chunk as usize)?.region().ok()
-                        });
-                        if !known.is_some_and(|known| known.contains(&region)) {
-                            return Err(bad("a plan reads what no chunk holds"));
-                        }
+                        check_chunk(metadata, item.entry, chunk, &region)?;
                         needs.chunks.entry((item.entry, chunk)).or_default().push(region);
                     }
                     ReadKind::Object => needs.objects.push(item.entry),

@@ -68,7 +68,7 @@ impl Casts {
                 return Ok(None);
             }
             let caster = Caster::new(&leaf.fqn, *dtype, self.to, CastOptions::default())
-                .map_err(|e| PlanError::Unsupported { fqn: e.fqn, problem: e.problem })?;
+                .map_err(|e| PlanError::NotCastable { fqn: e.fqn, problem: e.problem })?;
             *dtype = self.to;
             let lost = Mutex::default();
             Ok(Some(Cast { fqn: Arc::clone(&leaf.fqn), caster, lost: Arc::new(lost) }))

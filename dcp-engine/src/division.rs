@@ -9,7 +9,7 @@ use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Rank, Region};
 use dcp_planner::{Holdings, RankSet, ShareRule};
 
 use crate::disjoint::{cut, overlay};
-use crate::planned::{bad, tensor_dtype};
+use crate::planned::{check_chunk, no_entry, out_of_step, tensor_dtype};
 
 /// Objects in one message.
 const OBJECTS_MAX: u32 = 64;
@@ -73,7 +73,8 @@ impl Division {
                 let shared = ranks.len() > 1;
                 holdings.holders(ranks).map(|holders| (holders, shared))
             });
-            let (holders, shared) = holders.ok_or_else(|| bad("a plan of no rank"))?;
+            let (holders, shared) =
+                holders.ok_or_else(|| out_of_step("no rank has a plan that reads this part"))?;
             // What one rank alone needs it reads as it is.
             let most = if shared { self.message_bytes * MESSAGES_OF_A_BOX } else { u64::MAX };
             for part in part.cut(most, metadata)? {
@@ -109,12 +110,7 @@ impl Division {
             for item in &plan.items {
                 match &item.kind {
                     ReadKind::Tensor { chunk, region, .. } if !region.is_empty() => {
-                        let known = metadata.at(item.entry as usize).and_then(|(_, entry)| {
-                            entry.as_tensor()?.chunks.get(*chunk as usize)?.region().ok()
-                        });
-                        if !known.is_some_and(|known| known.contains(region)) {
-                            return Err(bad("a plan reads what no chunk holds"));
-                        }
+                        check_chunk(metadata, item.entry, *chunk, region)?;
                         let regions = chunks.entry((item.entry, *chunk)).or_default();
                         regions.push((region.clone(), who));
                     }
@@ -135,7 +131,10 @@ impl Division {
             who.dedup();
             let byte_len = match metadata.at(entry as usize) {
                 Some((_, Entry::Object(object))) => object.placement.map_or(0, |at| at.byte_len),
-                _ => return Err(bad("a plan reads an object that is a tensor")),
+                Some((fqn, _)) => {
+                    return Err(PlanError::NotAnObject { fqn: fqn.to_string() }.into());
+                }
+                None => return Err(no_entry(entry, None)),
             };
             parts.push((Part { entry, place: None, byte_len }, who));
         }
@@ -215,7 +214,10 @@ impl Assignment {
     }
 
     pub(crate) fn from_wire(mut bytes: &[u8], world_size: u32) -> Result<Self, PlanError> {
-        let bad = || PlanError::Wire { problem: "an assignment that is none".into() };
+        let bad = || PlanError::Message {
+            message: "the assignment of reads".to_owned(),
+            problem: "it ends too early, or has another number of ranks".to_owned(),
+        };
         let mut column = || {
             let (len, rest) = bytes.split_first_chunk::<8>().ok_or_else(bad)?;
             let len = usize::try_from(u64::from_le_bytes(*len)).map_err(|_| bad())?;

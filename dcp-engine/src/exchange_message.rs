@@ -1,6 +1,6 @@
 //! What the reading rank sends: pieces of tensors and objects, with their names.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
@@ -11,7 +11,7 @@ use dcp_core::{
     TensorView, Value,
 };
 
-use crate::planned::{bad, tensor_dtype};
+use crate::planned::{bad_message, tensor_dtype};
 
 /// A message: the length of a [`LoadPlan`] in four bytes, the plan, whose items say what the
 /// pieces are, and their bytes one after the other. An object's bytes begin with their number, in
@@ -58,7 +58,10 @@ impl Parcel {
     fn header(pieces: &[Piece]) -> Result<Vec<u8>, CheckpointError> {
         let items = pieces.iter().enumerate().map(|(leaf, piece)| piece.item(leaf)).collect();
         let plan = LoadPlan { items }.to_wire();
-        let len = u32::try_from(plan.len()).map_err(|_| bad("a header of more than 4 GiB"))?;
+        let len = u32::try_from(plan.len()).map_err(|_| PlanError::TooLarge {
+            what: "the length of a message header in bytes".to_owned(),
+            limit: u32::MAX.into(),
+        })?;
         Ok([&len.to_le_bytes()[..], &plan].concat())
     }
 
@@ -69,7 +72,9 @@ impl Parcel {
     ) -> Result<Vec<(Piece, Bytes)>, CheckpointError> {
         let mut rest = bytes.clone();
         let mut take = |len: usize| {
-            (len <= rest.len()).then(|| rest.split_to(len)).ok_or_else(|| bad("a short message"))
+            (len <= rest.len())
+                .then(|| rest.split_to(len))
+                .ok_or_else(|| bad_message("it ends too early"))
         };
         let number = |bytes: &Bytes| {
             let mut wide = [0; 8];
@@ -169,7 +174,11 @@ impl Wanted {
         let mut values = sink.take_objects();
         values.sort_by_key(|(leaf, _)| *leaf);
         if values.len() != pieces.len() {
-            return Err(bad("the reader did not give all objects"));
+            let arrived: HashSet<u32> = values.iter().map(|(leaf, _)| *leaf).collect();
+            let missing = (0..).zip(entries).find(|(leaf, _)| !arrived.contains(leaf));
+            let entry = missing.map_or(0, |(_, entry)| *entry as usize);
+            let fqn = metadata.entry_name(entry).into_owned();
+            return Err(PlanError::Unread { fqn, part: "the value".to_owned() }.into());
         }
         let mut message = Parcel::header(&pieces)?;
         for (_, value) in values {
@@ -211,7 +220,7 @@ impl Message {
             messages.push_back(match (wanted.is_empty(), objects.is_empty()) {
                 (false, true) => Self::Tensors(wanted),
                 (true, false) => Self::Objects(objects),
-                _ => return Err(bad("tensors and objects in one message")),
+                _ => return Err(bad_message("it has tensors and objects")),
             });
         }
         Ok(messages)
@@ -251,7 +260,7 @@ impl Collector {
 impl DataSink for Collector {
     fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
         let view = self.views.get(item.leaf as usize).cloned();
-        view.ok_or_else(|| bad("an item that was not requested"))
+        view.ok_or_else(|| item.unrequested().into())
     }
 
     fn commit(&self, _item: &ReadItem) -> Result<(), CheckpointError> {

@@ -449,9 +449,10 @@ fn judge<T: DeserializeOwned>(
 }
 
 fn wire(error: &dyn std::error::Error) -> CheckpointError {
-    PlanError::Wire { problem: error.to_string() }.into()
+    let message = "the outcome of a rank".to_owned();
+    PlanError::Message { message, problem: error.to_string() }.into()
 }
 
 fn no_decision() -> CheckpointError {
-    PlanError::Wire { problem: "the message of the coordinator has no decision".into() }.into()
+    PlanError::OutOfStep { problem: "the message of the coordinator has no decision".into() }.into()
 }

@@ -3,8 +3,10 @@
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
+use tracing::Instrument;
 
 use dcp_core::checkpoint::ReadReport;
+use dcp_core::digest::WordHash;
 use dcp_core::error::FailureKind;
 use dcp_core::error::Phase;
 use dcp_core::metadata::Entry;
@@ -17,7 +19,6 @@ use dcp_core::{
 };
 use dcp_planner::{DefaultLoadPlanner, FlattenRule, choose_rule, flatten, index_of, set_at_path};
 use serde::{Deserialize, Serialize};
-use tracing::Instrument;
 
 use crate::device::{STAGING_BYTES, piece_bytes};
 use crate::event::{CheckpointEvent, CheckpointObserver, Observers, Operation};
@@ -377,7 +378,7 @@ fn with_objects(
 /// A few bytes that differ when two ranks see different checkpoints, as on a network file system
 /// that lags behind.
 fn sight(metadata: &CheckpointMetadata, rounds: u64) -> Sight {
-    let mut digest = Digest::new();
+    let mut digest = WordHash::new();
     for (fqn, entry) in metadata.iter() {
         digest.bytes(fqn.as_bytes());
         match entry {
@@ -386,49 +387,29 @@ fn sight(metadata: &CheckpointMetadata, rounds: u64) -> Sight {
                 tensor.shape.iter().for_each(|size| digest.number(*size));
                 for chunk in tensor.chunks.iter() {
                     chunk.offsets.iter().chain(chunk.sizes).for_each(|n| digest.number(*n));
-                    digest.placement(metadata, chunk.placement.as_ref());
+                    add_placement(&mut digest, metadata, chunk.placement.as_ref());
                 }
             }
-            Entry::Object(object) => digest.placement(metadata, object.placement.as_ref()),
+            Entry::Object(object) => {
+                add_placement(&mut digest, metadata, object.placement.as_ref())
+            }
             _ => {}
         }
     }
-    Sight { entries: metadata.len() as u64, digest: digest.0, rounds }
+    Sight { entries: metadata.len() as u64, digest: digest.finish(), rounds }
 }
 
-struct Digest(u64);
-
-impl Digest {
-    fn new() -> Self {
-        Self(0xcbf2_9ce4_8422_2325)
+fn add_placement(
+    digest: &mut WordHash,
+    metadata: &CheckpointMetadata,
+    placement: Option<&dcp_core::metadata::Placement>,
+) {
+    let Some(placement) = placement else { return digest.number(u64::MAX) };
+    if let Some(file) = metadata.file(placement.file) {
+        digest.bytes(file.as_str().as_bytes());
     }
-
-    fn number(&mut self, n: u64) {
-        // FNV-1a by words: a checksum among ranks that trust each other, not a hash table's.
-        self.0 = (self.0 ^ n).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(23);
-    }
-
-    fn bytes(&mut self, bytes: &[u8]) {
-        self.number(bytes.len() as u64);
-        for chunk in bytes.chunks(8) {
-            let mut word = [0; 8];
-            word[..chunk.len()].copy_from_slice(chunk);
-            self.number(u64::from_le_bytes(word));
-        }
-    }
-
-    fn placement(
-        &mut self,
-        metadata: &CheckpointMetadata,
-        placement: Option<&dcp_core::metadata::Placement>,
-    ) {
-        let Some(placement) = placement else { return self.number(u64::MAX) };
-        if let Some(file) = metadata.file(placement.file) {
-            self.bytes(file.as_str().as_bytes());
-        }
-        self.number(placement.byte_offset);
-        self.number(placement.byte_len);
-    }
+    digest.number(placement.byte_offset);
+    digest.number(placement.byte_len);
 }
 
 fn same_sight(sights: &[Sight]) -> Result<(), CheckpointError> {

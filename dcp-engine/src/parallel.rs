@@ -21,7 +21,7 @@ use crate::disjoint::cut;
 use crate::division::{Assignment, Division};
 use crate::exchange_message::{Collector, Message, Piece, Wanted};
 use crate::group::Group;
-use crate::planned::{bad, tensor_dtype};
+use crate::planned::{out_of_step, tensor_dtype};
 use crate::receiver::Receiver;
 
 /// Default of [`ParallelReader::in_flight`].
@@ -357,9 +357,10 @@ impl Ahead {
         if let Some(problem) = self.problem.take() {
             return Err(problem);
         }
-        let unread = |why: &str| bad(&format!("a message was not read: {why}"));
-        let reading = self.reading.as_mut().ok_or_else(|| unread("there are no more"))?;
-        let (bytes, cost) = reading.await.map_err(|error| unread(&error.to_string()))??;
+        let reading = self.reading.as_mut();
+        let reading =
+            reading.ok_or_else(|| out_of_step("this rank has no message left to send"))?;
+        let (bytes, cost) = reading.await.map_err(CheckpointError::application)??;
         *report += ReadReport::new(0, cost.bytes_read);
         self.begin();
         Ok(bytes)

@@ -1,10 +1,43 @@
 //! What plans refer to in the metadata.
 
-use dcp_core::{CheckpointError, CheckpointMetadata, DType, PlanError};
+use dcp_core::{CheckpointError, CheckpointMetadata, DType, PlanError, Region};
 
-/// A plan or a message that does not fit the metadata.
-pub(crate) fn bad(problem: &str) -> CheckpointError {
-    PlanError::Wire { problem: problem.to_owned() }.into()
+/// A message between the ranks of a load cannot be decoded.
+pub(crate) fn bad_message(problem: &str) -> CheckpointError {
+    let message = "a message with elements or objects".to_owned();
+    PlanError::Message { message, problem: problem.to_owned() }.into()
+}
+
+/// The ranks of a load are at different steps.
+pub(crate) fn out_of_step(problem: &str) -> CheckpointError {
+    PlanError::OutOfStep { problem: problem.to_owned() }.into()
+}
+
+/// A plan refers to an entry or a chunk that the metadata does not have.
+pub(crate) fn no_entry(entry: u32, chunk: Option<u32>) -> CheckpointError {
+    PlanError::NoEntry { entry: entry.into(), chunk: chunk.map(u64::from) }.into()
+}
+
+/// A plan reads `region` of a chunk, which must contain it.
+pub(crate) fn check_chunk(
+    metadata: &CheckpointMetadata,
+    entry: u32,
+    chunk: u32,
+    region: &Region,
+) -> Result<(), CheckpointError> {
+    let (fqn, stored) = metadata.at(entry as usize).ok_or_else(|| no_entry(entry, None))?;
+    let known = stored.as_tensor().and_then(|tensor| tensor.chunks.get(chunk as usize));
+    let known = known.and_then(|chunk| chunk.region().ok());
+    let known = known.ok_or_else(|| no_entry(entry, Some(chunk)))?;
+    if known.contains(region) {
+        return Ok(());
+    }
+    Err(PlanError::Outside {
+        fqn: fqn.to_string(),
+        region: region.to_string(),
+        bounds: format!("chunk {chunk} at {known}"),
+    }
+    .into())
 }
 
 /// The dtype of the tensor that a plan reads.
@@ -12,6 +45,7 @@ pub(crate) fn tensor_dtype(
     metadata: &CheckpointMetadata,
     entry: u32,
 ) -> Result<DType, CheckpointError> {
-    let tensor = metadata.at(entry as usize).and_then(|(_, entry)| entry.as_tensor());
-    Ok(tensor.ok_or_else(|| bad("a plan reads a tensor that is an object"))?.dtype)
+    let (fqn, stored) = metadata.at(entry as usize).ok_or_else(|| no_entry(entry, None))?;
+    let tensor = stored.as_tensor();
+    Ok(tensor.ok_or_else(|| PlanError::NotATensor { fqn: fqn.to_string() })?.dtype)
 }

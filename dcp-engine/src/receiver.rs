@@ -9,7 +9,7 @@ use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Region, TensorView, Value};
 
 use crate::exchange_message::Parcel;
-use crate::planned::{bad, tensor_dtype};
+use crate::planned::{bad_message, tensor_dtype};
 
 /// Takes what this rank's plan requests out of what is sent to all.
 #[derive(Debug)]
@@ -90,7 +90,7 @@ impl<'a> Receiver<'a> {
         let Some(opens) = self.tensors.get_mut(&(entry, chunk)) else { return Ok(()) };
         let dtype = tensor_dtype(self.metadata, entry)?;
         let size = dtype.size();
-        let outside = || bad("a message has elements outside of its region");
+        let outside = || bad_message("it has elements outside of its region");
         for open in opens {
             let Some(part) = open.region.intersect(sent) else { continue };
             let there = part.relative_to(sent.offsets()).ok_or_else(outside)?;
@@ -179,14 +179,9 @@ impl<'a> Receiver<'a> {
             missing
                 .map(|open| (name(*entry), format!("{} elements of {}", open.missing, open.region)))
         });
-        let objects = self.objects.keys().map(|entry| (name(*entry), "it".to_owned()));
-        let missing: Vec<PlanError> = parts
-            .chain(objects)
-            .map(|(fqn, what)| {
-                let problem = format!("{what} did not come from any rank");
-                PlanError::Unsupported { fqn, problem }
-            })
-            .collect();
+        let objects = self.objects.keys().map(|entry| (name(*entry), "the value".to_owned()));
+        let missing: Vec<PlanError> =
+            parts.chain(objects).map(|(fqn, part)| PlanError::Unread { fqn, part }).collect();
         if !missing.is_empty() {
             return Err(PlanError::Many(missing).into());
         }
@@ -208,7 +203,7 @@ impl Open<'_> {
         };
         let inner = part
             .relative_to(self.region.offsets())
-            .ok_or_else(|| bad("elements outside of their item"))?;
+            .ok_or_else(|| bad_message("it has elements outside of their item"))?;
         Ok(view.narrow(&inner)?)
     }
 
@@ -232,7 +227,7 @@ mod tests {
 
     impl DataSink for Nowhere {
         fn destination(&self, _: &ReadItem) -> Result<TensorView, CheckpointError> {
-            Err(bad("no memory"))
+            Err(bad_message("no memory"))
         }
 
         fn commit(&self, _: &ReadItem) -> Result<(), CheckpointError> {

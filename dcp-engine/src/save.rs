@@ -429,7 +429,7 @@ fn standing_at(mut error: CheckpointError, what: Standing) -> CheckpointError {
 }
 
 fn no_plan() -> CheckpointError {
-    PlanError::Wire {
+    PlanError::OutOfStep {
         problem: "the coordinator refers to a plan that this rank does not have".into(),
     }
     .into()

@@ -12,7 +12,6 @@ use dcp_core::{
 };
 
 use crate::device::DeviceElements;
-use crate::planned::bad;
 
 /// A [`DataSink`] over tensors: those in host memory are filled in place, those on devices through
 /// staged pieces. Objects are collected.
@@ -67,8 +66,8 @@ impl StateSink {
         let staged: Vec<Staged> = self.staged().drain().map(|(_, staged)| staged).collect();
         match staged.iter().find(|staged| !staged.filled) {
             Some(staged) => {
-                let fqn = Quoted(&staged.fqn);
-                Err(bad(&format!("the reader has not filled {} of {fqn}", staged.view.shape())))
+                let part = format!("a part of shape {}", staged.view.shape());
+                Err(PlanError::Unread { fqn: staged.fqn.to_string(), part }.into())
             }
             None => Ok(staged),
         }
@@ -78,8 +77,10 @@ impl StateSink {
         &'a self,
         item: &'a ReadItem,
     ) -> Result<(&'a Arc<str>, &'a Shard, &'a Region), CheckpointError> {
-        let nowhere = || bad(&format!("leaf {} has no memory for {:?}", item.leaf, item.kind));
-        let ReadKind::Tensor { shard, region, .. } = &item.kind else { return Err(nowhere()) };
+        let nowhere = || item.unrequested();
+        let ReadKind::Tensor { shard, region, .. } = &item.kind else {
+            return Err(nowhere().into());
+        };
         let (fqn, tensor) = self.leaves.get(item.leaf as usize).ok_or_else(nowhere)?;
         let shard = tensor.as_ref().and_then(|tensor| tensor.shards().get(*shard as usize));
         Ok((fqn, shard.ok_or_else(nowhere)?, region))
@@ -125,20 +126,24 @@ impl Staged {
 impl DataSink for StateSink {
     fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
         let (fqn, shard, region) = self.shard(item)?;
-        let outside = || bad(&format!("{region} is outside of shard {}", shard.region()));
+        let outside = || PlanError::Outside {
+            fqn: fqn.to_string(),
+            region: region.to_string(),
+            bounds: format!("shard {}", shard.region()),
+        };
         let inner = region.relative_to(shard.region().offsets()).ok_or_else(outside)?;
         let memory = match shard.data() {
             ShardData::Device(memory) => memory,
             _ => return Ok(shard.host_view(fqn)?.narrow(&inner)?),
         };
-        let Some(place) = place(item) else { return Err(outside()) };
+        let Some(place) = place(item) else { return Err(outside().into()) };
         let mut staged = self.staged();
         if let Some(staged) = staged.get(&place) {
             return Ok(staged.view.clone());
         }
         let sizes = shard.region().sizes();
         if !shard.region().contains(region) {
-            return Err(outside());
+            return Err(outside().into());
         }
         let memory = Arc::clone(memory);
         let elements = DeviceElements::new(memory, shard.dtype(), &inner, sizes, self.piece_bytes);

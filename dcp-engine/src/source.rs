@@ -64,18 +64,14 @@ impl StateSource {
             .items()
             .map(|item| {
                 let fqn = &*item.key.fqn;
-                let unsupported = |problem: &str| PlanError::Unsupported {
-                    fqn: fqn.to_owned(),
-                    problem: problem.to_owned(),
-                };
+                let not_held = |part: String| PlanError::NotHeld { fqn: fqn.to_owned(), part };
                 let data = match leaves.get(fqn) {
                     Some(Leaf::Object(bytes)) if !item.is_tensor() => Data::Object(bytes.clone()),
                     Some(Leaf::Tensor(tensor, cast)) if item.is_tensor() => {
                         let region = Region::new(item.offsets, item.sizes)
-                            .map_err(|error| unsupported(&error.to_string()))?;
-                        let elements = find(tensor, &region, piece_bytes).ok_or_else(|| {
-                            unsupported("the planner requests a part that this rank does not hold")
-                        })??;
+                            .map_err(|error| PlanError::from(error).with_fqn(fqn))?;
+                        let elements = find(tensor, &region, piece_bytes)
+                            .ok_or_else(|| not_held(format!("region {region}")))??;
                         // Host memory is there anyway; what is cast or copied takes more of it.
                         match (&elements, cast) {
                             (Elements::Device(_), _) => {
@@ -86,7 +82,7 @@ impl StateSource {
                         }
                         Data::Tensor(elements, cast.clone())
                     }
-                    _ => return Err(unsupported("the planner made it up").into()),
+                    _ => return Err(not_held("the whole".to_owned()).into()),
                 };
                 Ok((fqn.into(), data))
             })
@@ -152,9 +148,10 @@ impl DataSource for StateSource {
         item: usize,
         byte_range: Range<u64>,
     ) -> Result<Payload, CheckpointError> {
-        let (fqn, data) = self.items.get(item).ok_or_else(|| PlanError::Wire {
-            problem: format!("item {item} of a plan of {}", self.items.len()),
-        })?;
+        let (fqn, data) = self
+            .items
+            .get(item)
+            .ok_or(PlanError::NoItem { item: item as u64, items: self.items.len() as u64 })?;
         let payload = match data {
             Data::Object(bytes) => Payload::from(bytes.clone()).slice(byte_range),
             Data::Tensor(elements, None) => elements.read(fqn, byte_range).await?,

@@ -79,12 +79,11 @@ pub(crate) fn given_groups(
         let Some((first, fields)) = known.next() else { continue };
         for (param, others) in known {
             if let Some(field) = difference(fields, others, values) {
-                let problem = format!(
-                    "its {first:?} and {param:?} have different {field:?} in the checkpoint"
-                );
-                return Err(PlanError::Unsupported {
-                    fqn: format!("{OPTIM}.{GROUPS}.{number}"),
-                    problem,
+                return Err(PlanError::MixedGroup {
+                    group: format!("{OPTIM}.{GROUPS}.{number}"),
+                    first: first.to_string(),
+                    second: param.to_string(),
+                    field: field.to_string(),
                 });
             }
         }

@@ -39,8 +39,9 @@ pub(crate) async fn mapped(
     let (known, unknown): (Vec<_>, Vec<_>) =
         mapping.iter().partition(|(_, name)| stored.contains(name.as_str()));
     if !unknown.is_empty() && !lenient {
-        let list = unknown.iter().map(|(now, then)| format!("{now:?} as {then:?}"));
-        return Err(refuse("names parameters that are not in the checkpoint", list));
+        let fqns = unknown.iter().map(|(_, then)| (*then).clone()).collect();
+        let problem = "names parameters that are not in the checkpoint";
+        return Err(PlanError::KeyMapping { fqns, problem }.into());
     }
     let skipped = unknown.into_iter().map(|(now, _)| now.clone()).collect();
     let mut names: HashMap<&str, Vec<&str>> = HashMap::new();
@@ -54,8 +55,9 @@ pub(crate) async fn mapped(
         .filter(|now| stored.contains(now) && !names.contains_key(now))
         .collect();
     if !taken.is_empty() {
-        let list = taken.into_iter().map(|name| format!("{name:?}"));
-        return Err(refuse("gives parameters names that others in the checkpoint have", list));
+        let fqns = taken.into_iter().map(ToOwned::to_owned).collect();
+        let problem = "gives parameters names that others in the checkpoint have";
+        return Err(PlanError::KeyMapping { fqns, problem }.into());
     }
     let lists = renamed_members(&reader, &metadata, &names).await?;
     let mut shown = Vec::with_capacity(metadata.len());
@@ -77,11 +79,6 @@ pub(crate) async fn mapped(
         }
     }
     Ok((Arc::new(Rekeyed::new(reader, metadata, shown)?), skipped))
-}
-
-fn refuse(what: &str, names: impl Iterator<Item = String>) -> CheckpointError {
-    let problem = format!("it {what}: {}", names.collect::<Vec<_>>().join(", "));
-    PlanError::Unsupported { fqn: "key_mapping".to_owned(), problem }.into()
 }
 
 /// The new names and paths of an entry of a mapped parameter; `None` for other entries.

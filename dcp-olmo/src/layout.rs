@@ -263,7 +263,7 @@ fn refuse_senseless(
     settings: &IndexMap<u64, Vec<(&[PathItem], usize)>>,
     metadata: &CheckpointMetadata,
 ) -> Result<(), PlanError> {
-    let refused = |group: u64, problem: String| PlanError::Unsupported {
+    let refused = |group: u64, problem: String| PlanError::InvalidOptimizer {
         fqn: format!("{OPTIM}.{GROUPS}.{group}.{PARAMS}"),
         problem,
     };
@@ -306,7 +306,7 @@ fn is_params(rest: &[PathItem]) -> bool {
 
 fn strange(fqn: &str, layout: OptimizerLayout) -> PlanError {
     let problem = format!("it is no key of an optimizer of the {layout} layout");
-    PlanError::Unsupported { fqn: fqn.to_owned(), problem }
+    PlanError::InvalidOptimizer { fqn: fqn.to_owned(), problem }
 }
 
 /// The parameters of every group of a nested optimizer, in the order of the groups.
@@ -348,7 +348,7 @@ pub(crate) fn names(value: &Value) -> Option<Vec<Arc<str>>> {
 
 fn not_names(fqn: String, value: &Value) -> PlanError {
     let problem = format!("it should be a list of parameters by name, and is a {}", value.kind());
-    PlanError::Unsupported { fqn, problem }
+    PlanError::InvalidOptimizer { fqn, problem }
 }
 
 async fn nested(
@@ -415,7 +415,7 @@ async fn setting_values(
             && tensor.byte_len().is_none_or(|len| len > SETTING_BYTES_MAX)
         {
             let problem = "a setting of an optimizer is a large tensor".to_owned();
-            return Err(PlanError::Unsupported { fqn: fqn.to_string(), problem }.into());
+            return Err(PlanError::InvalidOptimizer { fqn: fqn.to_string(), problem }.into());
         }
     }
     let values = read_values(reader, metadata, &entries).await?;

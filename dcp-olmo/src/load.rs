@@ -193,7 +193,7 @@ impl Adapted {
         cast.map(|cast| Arc::new(cast) as Arc<dyn StorageReader>).map_err(|error| match error {
             ConvertError::Checkpoint(error) => error,
             other => {
-                PlanError::Unsupported { fqn: "cast".to_owned(), problem: other.to_string() }.into()
+                PlanError::NotCastable { fqn: "cast".to_owned(), problem: other.to_string() }.into()
             }
         })
     }

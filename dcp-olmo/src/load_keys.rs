@@ -48,9 +48,8 @@ pub async fn load_keys<K: Into<String>>(
         [] => {}
         [one] => return Err(unknown_fqn(&metadata, one)),
         many => {
-            let names: Vec<_> = many.iter().map(|key| format!("{key:?}")).collect();
-            let problem = format!("match nothing in this checkpoint: {}", names.join(", "));
-            return Err(ConvertError::Unsupported { what: "the keys".to_owned(), problem });
+            let fqns = many.iter().map(|key| format!("{key:?}")).collect();
+            return Err(ConvertError::UnknownFqns { fqns });
         }
     }
     Ok(stream::iter(wanted).then(move |(key, found)| {
@@ -136,14 +135,14 @@ async fn read(
 ) -> Result<Value, CheckpointError> {
     let one = async |entry: usize| -> Result<Value, CheckpointError> {
         let mut values = read_values(reader, metadata, &[entry]).await?;
-        values.pop().ok_or_else(|| no_such(key, "it could not be read"))
+        let unread = || PlanError::Unread { fqn: key.to_owned(), part: "the value".to_owned() };
+        values.pop().ok_or_else(|| unread().into())
     };
     match found {
         Found::Entry(entry) => one(entry).await,
         Found::Inside(entry, rest) => {
             let value = one(entry).await?;
-            let problem = format!("the {} it would lie in has no such element", value.kind());
-            inside(&value, &rest).cloned().ok_or_else(|| no_such(key, &problem))
+            inside(&value, &rest).cloned().ok_or_else(|| missing(key))
         }
         Found::Glob(entries) => {
             let values = read_values(reader, metadata, &entries).await?;
@@ -160,7 +159,7 @@ async fn read(
                 (path, value)
             });
             let mut tree = unflatten(leaves)?;
-            tree.remove("").ok_or_else(|| no_such(key, "there is nothing below it"))
+            tree.remove("").ok_or_else(|| missing(key))
         }
     }
 }
@@ -181,8 +180,8 @@ fn inside<'v>(value: &'v Value, rest: &str) -> Option<&'v Value> {
     }
 }
 
-fn no_such(key: &str, problem: &str) -> CheckpointError {
-    PlanError::Unsupported { fqn: key.to_owned(), problem: problem.to_owned() }.into()
+fn missing(key: &str) -> CheckpointError {
+    PlanError::Missing { fqns: vec![key.to_owned()] }.into()
 }
 
 #[cfg(test)]

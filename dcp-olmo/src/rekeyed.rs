@@ -59,7 +59,7 @@ impl Rekeyed {
         for Shown { fqn, path, origin } in shown {
             let (Origin::Entry(from) | Origin::Made(from, _)) = origin;
             let entry = inner_metadata.at(from).map(|(_, entry)| entry.clone());
-            let mut entry = entry.ok_or_else(|| unknown(&fqn))?;
+            let mut entry = entry.ok_or_else(|| missing(&fqn))?;
             if let Origin::Made(..) = origin {
                 let encoding = metadata.intern_encoding(&Encoding::new(Layout::Computed));
                 let encoding = encoding.ok_or_else(full)?;
@@ -104,7 +104,7 @@ impl StorageReader for Rekeyed {
                     sink.object(item, value.clone())?;
                     continue;
                 }
-                None => return Err(unknown(&item.entry.to_string())),
+                None => return Err(no_entry(item.entry)),
             };
             // An object that is wanted under many names is read once.
             let known = objects.get(&from).filter(|_| item.kind == ReadKind::Object);
@@ -112,7 +112,7 @@ impl StorageReader for Rekeyed {
                 items.push(item.clone());
                 continue;
             }
-            let too_many = |_| unknown(&item.entry.to_string());
+            let too_many = |_| no_entry(item.entry);
             let leaf = u32::try_from(requested.len()).map_err(too_many)?;
             let entry = u32::try_from(from).map_err(too_many)?;
             if item.kind == ReadKind::Object {
@@ -129,9 +129,12 @@ impl StorageReader for Rekeyed {
     }
 }
 
-fn unknown(fqn: &str) -> CheckpointError {
-    let problem = "it is not in the checkpoint that this is a view of".to_owned();
-    PlanError::Unsupported { fqn: fqn.to_owned(), problem }.into()
+fn missing(fqn: &str) -> CheckpointError {
+    PlanError::Missing { fqns: vec![fqn.to_owned()] }.into()
+}
+
+fn no_entry(entry: u32) -> CheckpointError {
+    PlanError::NoEntry { entry: entry.into(), chunk: None }.into()
 }
 
 /// Gives a sink the items that it requested; those of the inner plan are numbered by their leaf.
@@ -149,7 +152,7 @@ impl Forwarded {
     /// The requested elements, in the region that the reader names: it may read in parts.
     fn tensor_item(&self, item: &ReadItem) -> Result<ReadItem, CheckpointError> {
         let requested = self.items(item).first();
-        let requested = requested.ok_or_else(|| unknown(&item.entry.to_string()))?;
+        let requested = requested.ok_or_else(|| item.unrequested())?;
         Ok(ReadItem { entry: requested.entry, leaf: requested.leaf, kind: item.kind.clone() })
     }
 }

@@ -9,7 +9,7 @@ use crate::layout::{OptimizerLayout, names};
 use crate::roots::{GROUPS, MODEL, OPTIM, PARAMS, STATE};
 
 fn bad(what: &str, problem: &str) -> PlanError {
-    PlanError::Unsupported { fqn: format!("optim.{what}"), problem: problem.to_owned() }
+    PlanError::InvalidOptimizer { fqn: format!("optim.{what}"), problem: problem.to_owned() }
 }
 
 impl OptimizerLayout {

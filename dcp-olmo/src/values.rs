@@ -33,18 +33,10 @@ pub(crate) async fn read_values(
 
 /// The error under the name that the entry has in the checkpoint.
 fn naming(error: PlanError, metadata: &CheckpointMetadata, entries: &[usize]) -> PlanError {
-    let name = |number: &str| {
-        let entry = number.parse::<usize>().ok().and_then(|n| entries.get(n));
-        let fqn = entry.and_then(|entry| metadata.at(*entry)).map(|(fqn, _)| fqn.to_string());
-        fqn.unwrap_or_default()
-    };
-    match error {
-        PlanError::Uncovered { fqn, expected, found } => {
-            PlanError::Uncovered { fqn: name(&fqn), expected, found }
-        }
-        PlanError::Unsupported { fqn, problem } => {
-            PlanError::Unsupported { fqn: name(&fqn), problem }
-        }
-        other => other,
+    let number = error.fqn().and_then(|number| number.parse::<usize>().ok());
+    let entry = number.and_then(|number| entries.get(number));
+    match entry.and_then(|entry| metadata.at(*entry)) {
+        Some((fqn, _)) => error.with_fqn(&**fqn),
+        None => error,
     }
 }

@@ -47,8 +47,8 @@ pub struct FlatEntry<'a> {
 /// # Errors
 ///
 /// [`PlanError::DuplicateFqn`] when two leaves get the same name, and
-/// [`PlanError::Unsupported`] for keys that have no text of their own and for containers nested
-/// more than 512 deep.
+/// [`PlanError::UnnamedKey`] for keys that have no text of their own, and
+/// [`PlanError::TooDeep`] for containers nested more than 512 deep.
 pub fn flatten(state: &StateDict, rule: FlattenRule) -> Result<Vec<FlatEntry<'_>>, PlanError> {
     let mut walk = Walk { rule, path: Vec::new(), leaves: Vec::new() };
     walk.run(state)?;
@@ -195,8 +195,9 @@ impl<'a> Walk<'a> {
     }
 
     fn step(&self, key: &Value) -> Result<PathItem, PlanError> {
-        let text = python_str(key).ok_or_else(|| {
-            self.unsupported(format!("a dict key of type {} has no text", key.kind()))
+        let text = python_str(key).ok_or_else(|| PlanError::UnnamedKey {
+            parent: self.shown_path(),
+            kind: key.kind().to_owned(),
         })?;
         Ok(PathItem::Key(text.into()))
     }
@@ -218,17 +219,17 @@ impl<'a> Walk<'a> {
     }
 
     fn too_deep(&self) -> PlanError {
-        self.unsupported(format!("it is nested more than {MAX_DEPTH} deep"))
+        PlanError::TooDeep { fqn: self.shown_path(), limit: MAX_DEPTH }
     }
 
-    fn unsupported(&self, problem: String) -> PlanError {
-        // The name of something nested too deep would fill the screen.
+    /// The first steps of the path: the name of something nested too deep would fill the screen.
+    fn shown_path(&self) -> String {
         let shown = self.path.get(..16).unwrap_or(&self.path);
         let mut fqn = PathItem::flat_name(shown);
         if shown.len() < self.path.len() {
             fqn.push_str(".…");
         }
-        PlanError::Unsupported { fqn, problem }
+        fqn
     }
 }
 

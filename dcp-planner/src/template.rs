@@ -12,7 +12,6 @@ use crate::filter::KeyFilter;
 use crate::flatten::tensor_kind;
 use crate::mesh::{chunk_along, longest_axis};
 use crate::unflatten::unflatten;
-use crate::validate::unsupported;
 
 /// The largest expansion of a compressed byte; that of Zstandard is less.
 const MAX_EXPANSION: u64 = 1 << 16;
@@ -101,7 +100,7 @@ impl Template {
                     Value::Tensor(zeros(tensor)?)
                 }
                 Entry::Object(_) => Value::None,
-                _ => return Err(unsupported(fqn, "this planner does not know its kind")),
+                _ => return Err(PlanError::UnknownKind { fqn: fqn.to_string() }),
             };
             leaves.push(TemplateLeaf { fqn: Arc::clone(fqn), path: entry.path().cloned(), value });
         }
@@ -167,7 +166,10 @@ fn check_claim(
         .shape
         .checked_volume()
         .filter(|volume| volume.checked_mul(element).is_some())
-        .ok_or_else(|| unsupported(fqn, &format!("shape {} is too large", tensor.shape)))?;
+        .ok_or_else(|| PlanError::TooLarge {
+            what: format!("the size of {fqn:?}, of shape {},", tensor.shape),
+            limit: u64::MAX,
+        })?;
     let found = tensor.chunks.iter().fold(0_u64, |found, chunk| {
         let Some(placement) = chunk.placement else { return found };
         let packed = metadata.encoding(&placement).is_some_and(|e| !e.transforms.is_empty());

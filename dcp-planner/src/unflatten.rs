@@ -18,9 +18,9 @@ const MAX_PADDING: u64 = 65_536;
 ///
 /// # Errors
 ///
-/// [`PlanError::Unsupported`] when a path is empty, leads through a leaf, meets another leaf's
-/// place, treats a dict as a list or the reverse, is longer than 512 steps, or calls for lists
-/// that are mostly gaps.
+/// [`PlanError::PathConflict`] when a path is empty, leads through a leaf, meets another leaf's
+/// place, treats a dict as a list or the reverse, or calls for lists that are mostly gaps;
+/// [`PlanError::TooDeep`] when it is longer than 512 steps.
 pub fn unflatten<P: AsRef<[PathItem]>>(
     leaves: impl IntoIterator<Item = (P, Value)>,
 ) -> Result<StateDict, PlanError> {
@@ -78,8 +78,8 @@ fn slot<'a>(
     padding: &mut u64,
 ) -> Result<Slot<'a>, PlanError> {
     if path.len() > MAX_DEPTH {
-        let problem = format!("its path has {} steps", path.len());
-        return Err(refuse(path.get(..16).unwrap_or_default(), &problem));
+        let fqn = PathItem::flat_name(path.get(..16).unwrap_or_default());
+        return Err(PlanError::TooDeep { fqn, limit: MAX_DEPTH });
     }
     let Some((PathItem::Key(first), steps)) = path.split_first() else {
         return Err(refuse(path, "its path does not begin with a key"));
@@ -144,7 +144,7 @@ fn element<'a>(items: &'a mut Vec<Value>, index: u64, padding: &mut u64) -> Opti
 }
 
 fn refuse(path: &[PathItem], problem: &str) -> PlanError {
-    PlanError::Unsupported { fqn: PathItem::flat_name(path), problem: problem.to_owned() }
+    PlanError::PathConflict { fqn: PathItem::flat_name(path), problem: problem.to_owned() }
 }
 
 #[cfg(test)]

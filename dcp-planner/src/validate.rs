@@ -88,12 +88,18 @@ pub(crate) fn check_chunks(
     errors: &mut Vec<PlanError>,
 ) {
     let Some(expected) = shape.checked_volume() else {
-        errors.push(unsupported(fqn, &format!("shape {shape} has more than 2^64 elements")));
+        errors.push(PlanError::TooLarge {
+            what: format!("the number of elements of {fqn:?}, of shape {shape},"),
+            limit: u64::MAX,
+        });
         return;
     };
     if chunks.ndim() != shape.ndim() {
-        let problem = format!("shape {shape} in chunks of {} axes", chunks.ndim());
-        errors.push(unsupported(fqn, &problem));
+        errors.push(PlanError::AxisCount {
+            fqn: fqn.to_owned(),
+            expected: shape.ndim(),
+            found: chunks.ndim(),
+        });
         return;
     }
     let mut inside: Vec<(&[u64], &[u64])> = Vec::with_capacity(chunks.len());
@@ -125,7 +131,7 @@ pub(crate) fn check_chunks(
                 second: shown(inside[first.max(second)]),
             });
         }
-        Err(_) => errors.push(unsupported(fqn, "its chunks are too irregular to be checked")),
+        Err(_) => errors.push(PlanError::TooIrregular { fqn: fqn.to_owned() }),
     }
     if whole && outside == 0 && volume != u128::from(expected) {
         errors.push(PlanError::Uncovered {
@@ -151,9 +157,4 @@ pub(crate) fn shown(chunk: ChunkRef<'_>) -> String {
 
 pub(crate) fn invalid_index(fqn: &str, problem: &str) -> PlanError {
     PlanError::InvalidIndex { fqn: fqn.to_owned(), problem: problem.to_owned() }
-}
-
-/// A leaf of the state that this planner cannot plan.
-pub(crate) fn unsupported(fqn: &str, problem: &str) -> PlanError {
-    PlanError::Unsupported { fqn: fqn.to_owned(), problem: problem.to_owned() }
 }

@@ -417,7 +417,7 @@ fn hostile_depth_is_refused() {
     }
     for rule in [FlattenRule::Torch24, FlattenRule::Torch20] {
         let state = StateDict::from([("x", value.clone())]);
-        assert!(matches!(flatten(&state, rule), Err(PlanError::Unsupported { .. })));
+        assert!(matches!(flatten(&state, rule), Err(PlanError::TooDeep { limit: 512, .. })));
     }
     let mut value = Value::Dict(Dict::from([("w", 1)]));
     for _ in 0..600 {

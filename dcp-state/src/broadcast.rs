@@ -161,7 +161,10 @@ async fn announce(full: &StateDict) -> Result<Bytes, CheckpointError> {
 }
 
 fn read_header(header: &[u8]) -> Result<Vec<(String, Announced)>, CheckpointError> {
-    let bad = || PlanError::Wire { problem: "the keys of rank 0".into() };
+    let bad = || PlanError::Message {
+        message: "the keys of rank 0".to_owned(),
+        problem: "an entry is neither a name and a tensor nor a name and a value".to_owned(),
+    };
     let Value::List(entries) = Value::from_wire(header)? else { return Err(bad().into()) };
     let entries = entries.into_iter().map(|entry| {
         let Value::Tuple(entry) = entry else { return Err(bad()) };

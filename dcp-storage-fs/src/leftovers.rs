@@ -7,9 +7,9 @@ use rustix::fs::{AtFlags, unlinkat};
 use rustix::io::Errno;
 
 use crate::folder;
+use crate::folder_listing::look_into;
 use crate::owner::Owner;
 use crate::root::Root;
-use crate::walk::look_into;
 
 /// The age at which a temporary file of another machine counts as dead, because the processes of
 /// that machine are unknown.

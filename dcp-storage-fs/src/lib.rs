@@ -36,6 +36,7 @@ mod builder;
 pub mod disk_log;
 mod error;
 mod folder;
+mod folder_listing;
 #[cfg(test)]
 mod kills;
 mod leftovers;
@@ -48,7 +49,6 @@ mod storage;
 mod temp;
 mod upload;
 mod version;
-mod walk;
 mod write;
 
 pub use builder::FsStorageBuilder;

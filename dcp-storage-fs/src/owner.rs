@@ -1,5 +1,6 @@
 //! Names of temporary files, which identify their writer.
 
+use dcp_core::digest::fnv1a_64;
 use std::fmt;
 use std::fs;
 use std::sync::OnceLock;
@@ -128,10 +129,8 @@ fn place() -> u64 {
         let boot = fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         let namespace = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
         let parts = [uname.nodename().to_bytes(), &boot, namespace.as_os_str().as_encoded_bytes()];
-        // FNV-1a, because names outlive the version of the program that made them.
-        parts.join(&0).iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, &byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-        })
+        // Names outlive the version of the program that made them.
+        fnv1a_64(parts.join(&0))
     })
 }
 

@@ -16,12 +16,12 @@ use futures_util::{TryStreamExt, stream};
 
 use crate::blocking::blocking;
 use crate::error::{classify, on_key};
+use crate::folder_listing::{is_linked, look_into};
 use crate::leftovers;
 use crate::lock::FsClaim;
 use crate::root::Root;
 use crate::shared::{Shared, is_reserved};
 use crate::upload::FsUpload;
-use crate::walk::{is_linked, look_into};
 
 /// Objects as files below a root folder; clones share it. See the [crate](crate) documentation.
 #[derive(Clone, Debug)]

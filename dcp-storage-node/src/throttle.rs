@@ -7,10 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
-    ReadRequest, Upload, UploadOptions, WholeObject,
-};
+use dcp_core::storage::{ObjectMeta, PartFuture, PutMode, Upload, UploadOptions};
 use dcp_core::{Key, Payload, Storage, StorageError};
 use tokio::sync::Mutex as AsyncMutex;
 
@@ -140,21 +137,10 @@ impl ThrottledStorage {
 
 #[async_trait]
 impl Storage for ThrottledStorage {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
-
-    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-        self.inner.stat(key).await
-    }
-
-    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
-        self.inner.read(key, request).await
-    }
-
-    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
-        self.inner.read_whole(key, max_bytes).await
-    }
+    dcp_core::forward_storage!(
+        inner: capabilities, stat, read, read_whole, list, list_folder, delete, claim,
+        remove_leftovers
+    );
 
     async fn put(
         &self,
@@ -174,30 +160,6 @@ impl Storage for ThrottledStorage {
         let turn = self.slots.turn().await;
         let inner = self.inner.start_upload(key, options).await?;
         Ok(Box::new(ThrottledUpload { inner, _turn: turn }))
-    }
-
-    fn list(&self, folder: Option<&Key>) -> ObjectStream {
-        self.inner.list(folder)
-    }
-
-    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
-        self.inner.list_folder(folder)
-    }
-
-    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
-        self.inner.delete(keys).await
-    }
-
-    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
-        self.inner.claim(key).await
-    }
-
-    async fn remove_leftovers(
-        &self,
-        folder: Option<&Key>,
-        min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        self.inner.remove_leftovers(folder, min_age).await
     }
 }
 

@@ -117,10 +117,7 @@ pub(crate) fn inspect(args: &Inspect, session: &Session) -> Result<(), Failure> 
     if let Some(fqn) = &args.shards {
         return match summary.keys.get(fqn.as_str()) {
             Some(KeySummary::Tensor(tensor)) => out.write(&shards::render(fqn, tensor, out)),
-            _ => Err(Failure::from(ConvertError::Unsupported {
-                what: format!("{fqn:?}"),
-                problem: "is no tensor, so it has no shards".to_owned(),
-            })),
+            _ => Err(Failure::from(ConvertError::NotATensor { fqn: fqn.clone(), part: "shards" })),
         };
     }
     let Some(description) = &inspected.megatron else {

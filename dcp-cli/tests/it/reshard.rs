@@ -28,8 +28,7 @@ const FIXTURES: [&str; 8] = [
 /// The stored bytes of every object.
 fn objects(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let uri = folder.display().to_string();
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    runtime.block_on(async {
+    dcp_testing::block_on(async {
         let storage = dcp::default_storages().open(&uri, Access::Read).await.unwrap();
         let reader = DcpReader::new(Arc::clone(&storage));
         let metadata = reader.metadata().await.unwrap();

@@ -80,8 +80,8 @@ fn names_and_slices_are_checked() {
     slice("0:1,0:1,0:1").fails(2, &["it has 3 axes"]);
     slice("::0").fails(2, &["a step of zero"]);
     slice("x").fails(2, &["\"x\" is no number"]);
-    dcp(["get", "fsdp2_adam_2r", "step", "--slice", "0"]).fails(2, &["is no tensor"]);
-    dcp(["inspect", "fsdp2_adam_2r", "--shards", "step"]).fails(2, &["is no tensor"]);
+    dcp(["get", "fsdp2_adam_2r", "step", "--slice", "0"]).fails(2, &["is not a tensor"]);
+    dcp(["inspect", "fsdp2_adam_2r", "--shards", "step"]).fails(2, &["is not a tensor"]);
 }
 
 #[test]

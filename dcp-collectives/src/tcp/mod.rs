@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use bytes::Bytes;
+use dcp_core::digest::fnv1a_64;
 use dcp_core::{Collective, CollectiveError, Rank};
 
 pub use self::config::{DEFAULT_CONNECT_TIMEOUT, DEFAULT_MAX_MESSAGE, EnvError, TcpConfig};
@@ -148,10 +149,7 @@ impl TcpCollective {
 /// The number of a subgroup, the same on all its ranks: FNV-1a of what they agree on.
 fn subgroup_id(parent: u64, ranks: &[Rank], made: u64) -> u64 {
     let numbers = [parent, made].into_iter().chain(ranks.iter().copied().map(u64::from));
-    let hash = numbers.flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3_u64)
-    });
-    hash.max(WORLD + 1)
+    fnv1a_64(numbers.flat_map(u64::to_le_bytes)).max(WORLD + 1)
 }
 
 /// An error in forming a subgroup, with the rank as the group counts from which it is made.

@@ -9,7 +9,7 @@ use crate::error::ConvertError;
 
 impl From<CastError> for ConvertError {
     fn from(error: CastError) -> Self {
-        Self::unsupported(format!("tensor {:?}", error.fqn), error.problem)
+        Self::NotCastable { fqn: error.fqn, problem: error.problem }
     }
 }
 

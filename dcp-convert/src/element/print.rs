@@ -26,9 +26,10 @@ pub(crate) struct Excerpt {
 
 impl Excerpt {
     pub(crate) fn of(shape: &Dims) -> Result<Self, ConvertError> {
-        let too_many = || {
-            let what = format!("a tensor of {} axes", shape.ndim());
-            ConvertError::unsupported(what, "has too many to be printed; write it to a file")
+        let too_many = || ConvertError::TooLarge {
+            what: format!("a tensor of {} axes", shape.ndim()),
+            limit: "can be printed".to_owned(),
+            instead: "write it to a file",
         };
         if shape.ndim() > Dims::MAX_AXES {
             return Err(too_many());

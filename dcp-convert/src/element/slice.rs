@@ -35,8 +35,7 @@ impl TensorSlice {
     ///
     /// When its volume exceeds 64 bits.
     pub fn whole(shape: &Dims) -> Result<Self, ConvertError> {
-        let region = Region::full(shape.clone())
-            .map_err(|error| ConvertError::unsupported("the shape", error.to_string()))?;
+        let region = Region::full(shape.clone()).map_err(dcp_core::PlanError::from)?;
         let axes = shape.iter().map(|len| Axis { first: 0, step: 1, count: *len, indexed: false });
         Ok(Self { region, shape: shape.clone(), axes: axes.collect() })
     }

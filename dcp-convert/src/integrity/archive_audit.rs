@@ -1,5 +1,6 @@
 //! Reads every stored byte and compares it with its checksum and the index.
 
+use dcp_core::storage::StorageExt;
 use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,7 +8,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bytes::Bytes;
 use dcp_core::format::{ChunkChecksum, RecordLimits, StoredRecord};
 use dcp_core::metadata::{Encoding, Layout};
-use dcp_core::storage::StorageExt;
 use dcp_core::{CheckpointError, CheckpointMetadata, Dims, FormatError, Key};
 use dcp_formats::torch_tensor::{ByteOrder, TensorBlob};
 use dcp_formats::torch_zip::{
@@ -60,9 +60,8 @@ pub(crate) async fn check(
         .buffered(options.parallelism.max(1));
     let mut checked = Checked::default();
     while let Some(done) = results.next().await {
-        let (item, result) = done.map_err(|error| {
-            ConvertError::unsupported("a checking task", format!("failed: {error}"))
-        })?;
+        let (item, result) =
+            done.map_err(|error| ConvertError::task("compares checksums", &error))?;
         match result {
             Ok(()) => {
                 checked.bytes = checked.bytes.saturating_add(item.placement.byte_len);

@@ -91,9 +91,8 @@ pub(crate) async fn check(
         .buffered(options.parallelism.max(1));
     let mut checked = Checked::default();
     while let Some(done) = results.next().await {
-        let (record, result) = done.map_err(|error| {
-            ConvertError::unsupported("a checking task", format!("failed: {error}"))
-        })?;
+        let (record, result) =
+            done.map_err(|error| ConvertError::task("compares checksums", &error))?;
         match result {
             Ok(()) => {
                 let byte_len = record.bytes.end.saturating_sub(record.bytes.start);

@@ -21,7 +21,7 @@ use crate::integrity::callables::admit_callables;
 use crate::integrity::checked_source::CheckedSource;
 use crate::job::JobOptions;
 use crate::keys::suggest::unknown_fqn;
-use crate::read::objects::{read_object, read_objects};
+use crate::read::objects::{read_object, read_objects, unread};
 use crate::read::tensor_read::TensorReader;
 use crate::source::Source;
 use crate::source::decode_cache::EXPANSION_MAX;
@@ -85,14 +85,10 @@ pub async fn find(source: &Source, fqn: &str, slice: Option<&str>) -> Result<Fou
         }
         _ => {
             if slice.is_some() {
-                let problem = "is no tensor, so it has no slices";
-                return Err(ConvertError::unsupported(format!("{fqn:?}"), problem));
+                return Err(ConvertError::NotATensor { fqn: fqn.to_owned(), part: "slices" });
             }
             let mut values = read_objects(source, &metadata, &[index]).await;
-            let value = values.remove(&index).unwrap_or_else(|| {
-                let problem = "it could not be read".to_owned();
-                Err(PlanError::Unsupported { fqn: fqn.to_owned(), problem }.into())
-            })?;
+            let value = values.remove(&index).unwrap_or_else(|| Err(unread(&metadata, index)))?;
             Ok(Found::Object(value_json(&value, &JsonLimits::default())))
         }
     }
@@ -114,9 +110,8 @@ pub async fn object_to_torch_save(
     let source = CheckedSource::new(source, options);
     let value = read_object(&source, fqn).await?;
     admit_callables(&fqn.into(), &value, options)?;
-    let encoded = encode_value(&value, "archive").map_err(|error| {
-        ConvertError::unsupported(format!("{fqn:?}"), format!("cannot be written: {error}"))
-    })?;
+    let encoded = encode_value(&value, "archive")
+        .map_err(|error| ConvertError::not_storable(fqn, format!("cannot be written: {error}")))?;
     let byte_len = encoded.len() as u64;
     target.put(encoded, source.finish().await?).await?;
     Ok(byte_len)
@@ -175,7 +170,7 @@ impl FoundTensor {
             })
             .unzip();
         Region::new(offsets, sizes)
-            .map_err(|error| ConvertError::unsupported("a slice", error.to_string()))
+            .map_err(|error| PlanError::from(error).with_fqn(&*self.fqn).into())
     }
 
     /// All elements, row-major and little-endian.
@@ -202,8 +197,11 @@ impl FoundTensor {
         let rows = |sizes: &[u64]| checked_volume(sizes.split_last().map_or(&[], |(_, rest)| rest));
         let listed = rows(&self.slice.shape).map(|rows| rows.max(self.slice.region.volume()));
         if listed.is_none_or(|listed| listed > MAX_VALUES) {
-            let problem = "has more than a million elements; write it to a file, or take a slice";
-            return Err(ConvertError::unsupported(format!("{:?}", self.fqn), problem));
+            return Err(ConvertError::TooLarge {
+                what: format!("{:?}", self.fqn),
+                limit: "a million elements".to_owned(),
+                instead: "write it to a file, or take a slice",
+            });
         }
         let bytes = self.read().await?;
         let elements = bytes.chunks_exact(self.dtype.size());
@@ -268,7 +266,7 @@ impl FoundTensor {
                 "is {}, which a safetensors file has no name for; write a .pt or a .npy file",
                 self.dtype
             );
-            return Err(ConvertError::unsupported(format!("{:?}", self.fqn), problem));
+            return Err(ConvertError::not_storable(&*self.fqn, problem));
         }
         target.check().await?;
         options.start(self.byte_len());
@@ -327,7 +325,7 @@ impl FoundTensor {
     ) -> Result<(), ConvertError> {
         if *self.slice.shape != *self.stored.tensor()?.shape {
             let problem = format!("is {}, of which only the whole has a scale", self.dtype);
-            return Err(ConvertError::unsupported(format!("{:?}", self.fqn), problem));
+            return Err(ConvertError::not_storable(&*self.fqn, problem));
         }
         let source = with_quantizers(CheckedSource::new(&self.source, options), |_| true).await?;
         object_to_torch_save(&source, &self.fqn, target, options).await.map(drop)

@@ -138,21 +138,19 @@ impl VerifyReport {
 /// Converts the planner's findings to problems.
 fn index_problems(error: PlanError, problems: &mut Vec<Problem>) {
     let message = error.to_string();
-    let (kind, fqn) = match error {
+    let key = error.fqn().map(Into::into);
+    let kind = match error {
         PlanError::Many(all) => {
             all.into_iter().for_each(|error| index_problems(error, problems));
             return;
         }
-        PlanError::OutOfBounds { fqn, .. } => (ProblemKind::OutOfBounds, fqn),
-        PlanError::Overlap { fqn, .. } => (ProblemKind::Overlap, fqn),
-        PlanError::Uncovered { fqn, .. } => (ProblemKind::Uncovered, fqn),
-        PlanError::InvalidIndex { fqn, .. } | PlanError::Unsupported { fqn, .. } => {
-            (ProblemKind::Index, fqn)
-        }
-        _ => (ProblemKind::Index, String::new()),
+        PlanError::OutOfBounds { .. } => ProblemKind::OutOfBounds,
+        PlanError::Overlap { .. } => ProblemKind::Overlap,
+        PlanError::Uncovered { .. } => ProblemKind::Uncovered,
+        _ => ProblemKind::Index,
     };
     let mut problem = Problem::new(kind, message);
-    problem.key = Some(fqn.into());
+    problem.key = key;
     problems.push(problem);
 }
 

@@ -28,9 +28,9 @@ impl Rename {
     ///
     /// # Errors
     ///
-    /// [`ConvertError::Unsupported`] when the text is not a substitution.
+    /// [`ConvertError::InvalidOption`] when the text is not a substitution.
     pub fn parse(text: &str) -> Result<Self, ConvertError> {
-        let bad = |problem: &str| ConvertError::unsupported(format!("{text:?}"), problem);
+        let bad = |problem: &str| ConvertError::invalid_option(format!("{text:?}"), problem);
         let form = "is no substitution; write s/PATTERN/REPLACEMENT/";
         let mut chars = text.strip_prefix('s').ok_or_else(|| bad(form))?.chars();
         let delimiter = chars.next().filter(|c| !c.is_alphanumeric() && *c != '\\');
@@ -64,10 +64,10 @@ impl Rename {
     ///
     /// # Errors
     ///
-    /// [`ConvertError::Unsupported`] when the text is too long for a pattern.
+    /// [`ConvertError::InvalidOption`] when the text is too long for a pattern.
     pub fn without_prefix(prefix: &str) -> Result<Self, ConvertError> {
         let pattern = Regex::new(&format!("^{}", regex::escape(prefix)))
-            .map_err(|error| ConvertError::unsupported("the prefix", one_line(&error)))?;
+            .map_err(|error| ConvertError::invalid_option("the prefix", one_line(&error)))?;
         let (text, replacement) = (prefix.to_owned(), String::new());
         Ok(Self { text, is_prefix: true, pattern, replacement, everywhere: false })
     }

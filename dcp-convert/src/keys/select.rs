@@ -110,7 +110,7 @@ impl Selection {
             self.mapping.keys().map(String::as_str).filter(|k| metadata.get(k).is_none()).collect();
         if !unknown.is_empty() {
             let problem = format!("maps names that are not in the checkpoint: {}", list(&unknown));
-            return Err(ConvertError::unsupported("the mapping", problem));
+            return Err(ConvertError::invalid_option("the mapping", problem));
         }
         let parts = match self.part {
             StatePart::Everything => None,
@@ -265,7 +265,7 @@ fn refuse_clashes(metadata: &CheckpointMetadata, chosen: &[Chosen]) -> Result<()
     }
     let clashes: Vec<&str> = clashes.iter().map(String::as_str).collect();
     let problem = format!("would give keys the same name: {}", list(&clashes));
-    Err(ConvertError::unsupported("the renaming", problem))
+    Err(ConvertError::invalid_option("the renaming", problem))
 }
 
 /// The first items of a list, and the number of the others.
@@ -286,7 +286,7 @@ pub(crate) fn list(all: &[&str]) -> String {
 ///
 /// When the text is neither, or maps a name twice.
 pub fn parse_mapping(text: &str) -> Result<IndexMap<String, Option<String>>, ConvertError> {
-    let bad = |problem: String| ConvertError::unsupported("the mapping", problem);
+    let bad = |problem: String| ConvertError::invalid_option("the mapping", problem);
     if text.trim_start().starts_with('{') {
         return serde_json::from_str(text)
             .map_err(|error| bad(format!("is no JSON object of names: {error}")));

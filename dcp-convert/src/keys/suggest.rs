@@ -80,7 +80,8 @@ fn nearest_part<'a>(pattern: &str, is_glob: bool, name: &'a str) -> Option<(usiz
     parts.filter_map(|(at, edits)| Some((edits, name.get(..at)?))).min()
 }
 
-/// The number of insertions, deletions and replacements between two texts. The first may be a glob.
+/// The number of insertions, deletions and replacements between two texts. The first may be a glob,
+/// for which `strsim` has no distance; nor has it one to all prefixes in one pass.
 fn edits(a: &str, b: &str) -> usize {
     edits_to_prefixes(a, b, true).last().copied().unwrap_or(0)
 }

@@ -67,11 +67,7 @@ async fn held_max(source: &Source, metadata: &CheckpointMetadata) -> u64 {
 
 fn too_much(metadata: &CheckpointMetadata, entry: usize, limit: u64) -> CheckpointError {
     let fqn = metadata.entry_name(entry).into_owned();
-    let problem = format!(
-        "the objects before it take more than {limit} bytes when each is read by itself, because \
-         they share memory in the file; take fewer of them, or the file as it is"
-    );
-    PlanError::Unsupported { fqn, problem }.into()
+    PlanError::ObjectMemory { fqn, limit }.into()
 }
 
 /// Reads objects in batches of little memory.
@@ -150,13 +146,13 @@ fn weight(value: &Value) -> u64 {
 /// When no object has this name, or it cannot be read.
 pub async fn read_object(source: &Source, fqn: &str) -> Result<Value, CheckpointError> {
     let metadata = source.metadata().await?;
-    let absent = || {
-        let problem = "there is no object of that name".to_owned();
-        CheckpointError::from(PlanError::Unsupported { fqn: fqn.to_owned(), problem })
-    };
-    let entry = metadata.index_of(fqn).ok_or_else(absent)?;
+    let missing = || PlanError::Missing { fqns: vec![fqn.to_owned()] };
+    let entry = metadata.index_of(fqn).ok_or_else(missing)?;
+    if metadata.at(entry).is_some_and(|(_, entry)| entry.as_tensor().is_some()) {
+        return Err(PlanError::NotAnObject { fqn: fqn.to_owned() }.into());
+    }
     let mut taken = read_up_to(source, &metadata, &[entry], u64::MAX).await?;
-    taken.values.remove(&entry).ok_or_else(absent)
+    taken.values.remove(&entry).ok_or_else(|| unread(&metadata, entry))
 }
 
 /// The positions of all objects.
@@ -184,7 +180,7 @@ async fn read_up_to(
         return Ok(Taken::default());
     }
     let taken = Mutex::new(Taken { left: limit, ..Taken::default() });
-    let sink = Arc::new(ObjectSink { metadata: Arc::clone(metadata), taken });
+    let sink = Arc::new(ObjectSink { taken });
     let read = source.reader.read(metadata, &plan, Arc::clone(&sink) as Arc<dyn DataSink>).await;
     let mut taken = sink.taken.lock().unwrap_or_else(PoisonError::into_inner);
     if !taken.stopped {
@@ -195,13 +191,17 @@ async fn read_up_to(
 
 fn missing(metadata: &CheckpointMetadata, entry: usize) -> CheckpointError {
     let fqn = metadata.entry_name(entry).into_owned();
-    PlanError::Unsupported { fqn, problem: "the metadata does not say where its bytes are".into() }
-        .into()
+    PlanError::InvalidIndex { fqn, problem: "it does not say where its bytes are".into() }.into()
+}
+
+/// The reader returned without the value of an object.
+pub(crate) fn unread(metadata: &CheckpointMetadata, entry: usize) -> CheckpointError {
+    let fqn = metadata.entry_name(entry).into_owned();
+    PlanError::Unread { fqn, part: "the value".to_owned() }.into()
 }
 
 #[derive(Debug)]
 struct ObjectSink {
-    metadata: Arc<CheckpointMetadata>,
     taken: Mutex<Taken>,
 }
 
@@ -216,11 +216,7 @@ struct Taken {
 
 impl DataSink for ObjectSink {
     fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
-        Err(PlanError::Unsupported {
-            fqn: self.metadata.entry_name(item.entry as usize).into_owned(),
-            problem: "a tensor where an object was requested".to_owned(),
-        }
-        .into())
+        Err(item.unrequested().into())
     }
 
     fn commit(&self, _item: &ReadItem) -> Result<(), CheckpointError> {

@@ -88,7 +88,8 @@ impl Batches {
                     Ok(Some(region)) if !region.is_empty() => region,
                     Ok(_) => continue,
                     Err(error) => {
-                        return Err(ConvertError::unsupported("a chunk", error.to_string()));
+                        let fqn = self.metadata.entry_name(entry).into_owned();
+                        return Err(PlanError::from(error).with_fqn(fqn).into());
                     }
                 };
                 self.rest =
@@ -126,7 +127,7 @@ impl Batches {
                 .iter()
                 .map(|inner| inner.translate(rest.region.offsets()))
                 .collect::<Result<Vec<_>, _>>()
-                .map_err(|error| ConvertError::unsupported("a chunk", error.to_string()))?;
+                .map_err(PlanError::from)?;
             rest.done = end;
             rest.cut = cut.into_iter();
         }
@@ -168,15 +169,9 @@ pub(crate) async fn read_batch(
         Some((fqn, _)) => fqn.to_string(),
         None => String::new(),
     };
-    let bad = |piece: &Piece, problem: &str| {
-        CheckpointError::Plan(PlanError::Unsupported {
-            fqn: name(piece),
-            problem: problem.to_owned(),
-        })
-    };
     let Some(first) = batch.first() else { return Ok(Bytes::new()) };
-    let len = usize::try_from(total).map_err(|_| bad(first, "it does not fit in memory"))?;
-    let memory = HostMemory::try_zeroed(len).ok_or_else(|| PlanError::OutOfMemory {
+    let memory = usize::try_from(total).ok().and_then(HostMemory::try_zeroed);
+    let memory = memory.ok_or_else(|| PlanError::OutOfMemory {
         what: format!("parts of {}", Quoted(&name(first))),
         byte_len: total,
     })?;
@@ -186,7 +181,7 @@ pub(crate) async fn read_batch(
     for (leaf, piece) in (0_u32..).zip(batch) {
         let tensor = metadata.at(piece.entry).and_then(|(_, entry)| entry.as_tensor());
         let (Some(tensor), Ok(entry)) = (tensor, u32::try_from(piece.entry)) else {
-            return Err(bad(piece, "it is no tensor"));
+            return Err(PlanError::NotATensor { fqn: name(piece) }.into());
         };
         let kind = ReadKind::Tensor { chunk: piece.chunk, shard: 0, region: piece.region.clone() };
         plan.items.push(ReadItem { entry, leaf, kind });

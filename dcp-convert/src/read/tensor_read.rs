@@ -7,6 +7,7 @@ use bytes::Bytes;
 use dcp_core::checkpoint::DataSink;
 use dcp_core::metadata::TensorEntry;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::text::Quoted;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, HostMemory, Payload, PlanError, Region,
     StorageReader, TensorView, Value,
@@ -39,12 +40,12 @@ impl TensorReader {
         let at = metadata.at(entry);
         let tensor = at.and_then(|(fqn, entry)| Some((Arc::clone(fqn), entry.as_tensor()?)));
         let (Some((fqn, tensor)), Ok(entry)) = (tensor, u32::try_from(entry)) else {
-            let problem = format!("entry {entry} of the metadata is no tensor");
-            return Err(bad_plan(&metadata.entry_name(entry), problem));
+            let fqn = metadata.entry_name(entry).into_owned();
+            return Err(PlanError::NotATensor { fqn }.into());
         };
         let mut chunks = Vec::with_capacity(tensor.chunks.len());
         for (index, chunk) in (0_u32..).zip(tensor.chunks.iter()) {
-            let region = chunk.region().map_err(|error| bad_plan(&fqn, error.to_string()))?;
+            let region = chunk.region().map_err(|error| PlanError::from(error).with_fqn(&*fqn))?;
             if !region.is_empty() {
                 chunks.push((index, region));
             }
@@ -61,7 +62,7 @@ impl TensorReader {
         let entry = self.metadata.at(self.entry as usize);
         entry
             .and_then(|(_, entry)| entry.as_tensor())
-            .ok_or_else(|| bad_plan(&self.fqn, "it is no tensor".to_owned()))
+            .ok_or_else(|| PlanError::NotATensor { fqn: self.fqn.to_string() }.into())
     }
 
     /// The tensor's FQN.
@@ -91,13 +92,12 @@ impl TensorReader {
             total = total.saturating_add(wanted.volume().saturating_mul(dtype.size() as u64));
         }
         let memory = usize::try_from(total).ok().and_then(HostMemory::try_zeroed);
-        let memory = memory
-            .ok_or_else(|| bad_plan(&self.fqn, format!("{total} bytes do not fit in memory")))?;
+        let memory = memory.ok_or_else(|| PlanError::OutOfMemory {
+            what: format!("parts of {}", Quoted(&self.fqn)),
+            byte_len: total,
+        })?;
         if !plan.items.is_empty() {
-            let sink = Arc::new(BoxSink {
-                fqn: Arc::clone(&self.fqn),
-                boxes: self.views(boxes, dtype, &memory)?,
-            });
+            let sink = Arc::new(BoxSink { boxes: self.views(boxes, dtype, &memory)? });
             self.reader.read(&self.metadata, &plan, sink).await?;
         }
         let read = memory.read();
@@ -118,7 +118,7 @@ impl TensorReader {
         let inner = boxes(region.sizes(), range).into_iter();
         let found: Result<Vec<_>, _> =
             inner.map(|inner| inner.translate(region.offsets())).collect();
-        self.read(&found.map_err(|error| bad_plan(&self.fqn, error.to_string()))?).await
+        self.read(&found.map_err(|error| PlanError::from(error).with_fqn(&*self.fqn))?).await
     }
 
     /// Plans the reads that fill `wanted`, and checks that they cover it.
@@ -142,7 +142,7 @@ impl TensorReader {
         Err(CheckpointError::Plan(if found < expected {
             PlanError::Uncovered { fqn, expected, found }
         } else {
-            PlanError::Unsupported { fqn, problem: format!("chunks overlap in {wanted}") }
+            PlanError::InvalidIndex { fqn, problem: format!("chunks overlap in {wanted}") }
         }))
     }
 
@@ -165,14 +165,9 @@ impl TensorReader {
     }
 }
 
-fn bad_plan(fqn: &str, problem: String) -> CheckpointError {
-    PlanError::Unsupported { fqn: fqn.to_owned(), problem }.into()
-}
-
 /// The memory of the boxes of one tensor, by the leaf of their items.
 #[derive(Debug)]
 struct BoxSink {
-    fqn: Arc<str>,
     boxes: Vec<(Region, TensorView)>,
 }
 
@@ -181,11 +176,10 @@ impl DataSink for BoxSink {
         let (ReadKind::Tensor { region, .. }, Some((whole, view))) =
             (&item.kind, self.boxes.get(item.leaf as usize))
         else {
-            return Err(bad_plan(&self.fqn, "an item that was not requested".to_owned()));
+            return Err(item.unrequested().into());
         };
         let inner = region.relative_to(whole.offsets());
-        let inner =
-            inner.ok_or_else(|| bad_plan(&self.fqn, format!("{region} outside of {whole}")))?;
+        let inner = inner.ok_or_else(|| item.unrequested())?;
         Ok(view.narrow(&inner)?)
     }
 
@@ -193,8 +187,8 @@ impl DataSink for BoxSink {
         Ok(())
     }
 
-    fn object(&self, _item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
-        Err(bad_plan(&self.fqn, "an object where a tensor was requested".to_owned()))
+    fn object(&self, item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
+        Err(item.unrequested().into())
     }
 }
 
@@ -211,10 +205,7 @@ pub(crate) async fn read_tensor(
         .iter()
         .map(|inner| inner.translate(region.offsets()))
         .collect::<Result<Vec<_>, _>>()
-        .map_err(|error| PlanError::Unsupported {
-            fqn: reader.fqn().to_string(),
-            problem: error.to_string(),
-        })?;
+        .map_err(|error| PlanError::from(error).with_fqn(&**reader.fqn()))?;
     let bytes = reader.read(&wanted).await?;
     let skipped = byte_range.start - first * element_bytes;
     Ok(Payload::from(bytes).slice(skipped..skipped + (byte_range.end - byte_range.start)))

@@ -102,8 +102,7 @@ impl DecodedOnce {
         let kind = ReadKind::Tensor { chunk, shard: 0, region };
         let mut plan = LoadPlan::default();
         plan.items.push(ReadItem { entry: item.entry, leaf: item.leaf, kind });
-        let fqn = name(metadata, item);
-        let read = self.inner.read(metadata, &plan, Arc::new(WholeChunk { view, fqn })).await?;
+        let read = self.inner.read(metadata, &plan, Arc::new(WholeChunk { view })).await?;
         *report += ReadReport::new(0, read.bytes_read);
         let elements = memory.read().map_err(failed)?;
         let mut kept = lock();
@@ -185,7 +184,6 @@ impl StorageReader for DecodedOnce {
 #[derive(Debug)]
 struct WholeChunk {
     view: TensorView,
-    fqn: String,
 }
 
 impl DataSink for WholeChunk {
@@ -197,9 +195,8 @@ impl DataSink for WholeChunk {
         Ok(())
     }
 
-    fn object(&self, _item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
-        let problem = "an object where a tensor was requested".to_owned();
-        Err(PlanError::Unsupported { fqn: self.fqn.clone(), problem }.into())
+    fn object(&self, item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
+        Err(item.unrequested().into())
     }
 }
 

@@ -20,7 +20,7 @@ use dcp_core::{
 use super::equality::Input;
 use super::joined::Joined;
 use super::merged::moved;
-use super::scratch::bad_plan;
+use super::scratch::{assembly, invalid_region};
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::read::chunk_index::ChunkIndex;
@@ -198,7 +198,7 @@ impl AssembledBuilder {
         entry: usize,
     ) -> Result<(), ConvertError> {
         let fqn = fqn.into();
-        let missing = || bad_plan(&fqn, format!("there is no entry {entry} in part {part}"));
+        let missing = || assembly(&fqn, format!("input {part} has no entry {entry}"));
         let input = self.inputs.get(part).ok_or_else(missing)?;
         let stored = input.metadata.at(entry).ok_or_else(missing)?.1;
         let index = u32::try_from(entry).map_err(|_| missing())?;
@@ -274,8 +274,9 @@ impl AssembledBuilder {
         let sources: Vec<_> = self.inputs.into_iter().map(|input| input.source).collect();
         let (metadata, origins) = (Arc::new(self.metadata), self.origins);
         let view = Assembled { metadata, parts, origins };
-        let mut source = Source::derived(Arc::new(view), &sources)
-            .ok_or_else(|| ConvertError::unsupported("a checkpoint", "needs at least one part"))?;
+        let mut source = Source::derived(Arc::new(view), &sources).ok_or_else(|| {
+            ConvertError::invalid_option("an assembled checkpoint", "needs at least one input")
+        })?;
         if !self.one_storage {
             source.storage = Arc::new(Joined::new(storages));
         }
@@ -297,15 +298,15 @@ impl AssembledBuilder {
             PieceFrom::Box { part, entry, region, .. }
             | PieceFrom::Reshaped { part, entry, region } => (*part, *entry, region),
         };
-        let refuse = |problem: String| ConvertError::from(bad_plan(fqn, problem));
+        let refuse = |problem: String| ConvertError::from(assembly(fqn, problem));
         let input = self.inputs.get(part);
         let found = input.and_then(|input| input.metadata.at(entry));
         let found = found.and_then(|(name, entry)| Some((name, entry.as_tensor()?)));
         let Some((name, tensor)) = found else {
-            return Err(refuse(format!("entry {entry} of part {part} is no tensor")));
+            return Err(refuse(format!("entry {entry} of input {part} is not a tensor")));
         };
         if tensor.dtype != dtype {
-            let problem = format!("it is {dtype}, and {name:?}, a part of it, {}", tensor.dtype);
+            let problem = format!("it is {dtype}, and its piece {name:?} is {}", tensor.dtype);
             return Err(refuse(problem));
         }
         let within = Region::full(tensor.shape.clone()).is_ok_and(|full| full.contains(region));
@@ -375,7 +376,7 @@ fn along(axes: &[Option<usize>], sizes: &Dims, region: &Region) -> bool {
 fn index_of(tensor: &TensorEntry, name: &str) -> Result<ChunkIndex, CheckpointError> {
     let mut chunks = Vec::with_capacity(tensor.chunks.len());
     for (index, chunk) in (0_u32..).zip(tensor.chunks.iter()) {
-        let region = chunk.region().map_err(|error| bad_plan(name, error.to_string()))?;
+        let region = chunk.region().map_err(|error| invalid_region(name, error))?;
         if !region.is_empty() {
             chunks.push((index, region));
         }
@@ -385,7 +386,7 @@ fn index_of(tensor: &TensorEntry, name: &str) -> Result<ChunkIndex, CheckpointEr
 
 /// Fails unless the pieces cover every element of a tensor exactly once.
 fn check_cover(fqn: &str, shape: &Dims, pieces: &[Piece]) -> Result<(), ConvertError> {
-    let refuse = |problem: String| ConvertError::from(bad_plan(fqn, problem));
+    let refuse = |problem: String| ConvertError::from(assembly(fqn, problem));
     let full = Region::full(shape.clone()).map_err(|error| refuse(error.to_string()))?;
     let mut found = 0_u64;
     for Piece { region, .. } in pieces {

@@ -17,7 +17,7 @@ use indexmap::IndexMap;
 
 use super::equality::{Input, difference};
 use super::mean::Mean;
-use super::scratch::{SCRATCH, bad_plan, name, pieces};
+use super::scratch::{SCRATCH, invalid_region, name, no_entry, not_a_tensor, outside, pieces};
 use crate::cast::{CastCounts, CastReport, TensorCast, is_averaged};
 use crate::error::ConvertError;
 use crate::integrity::check::refuse_unsound;
@@ -135,7 +135,7 @@ impl Averaged {
     /// # Errors
     ///
     /// [`ConvertError::Disagreement`] with all keys that are missing in a source, differ in shape,
-    /// or differ although they must be equal; [`ConvertError::Unsupported`] for invalid weights or
+    /// or differ although they must be equal; [`ConvertError::InvalidOption`] for invalid weights or
     /// dtypes; also when a source cannot be read.
     pub async fn apply(
         sources: &[Source],
@@ -253,19 +253,20 @@ impl Averaged {
         target: &TensorView,
     ) -> Result<u64, CheckpointError> {
         let fqn = name(&self.metadata, item.entry);
-        let bad = |problem: &str| bad_plan(&fqn, problem);
-        let entry = self.entries.get(item.entry as usize).ok_or_else(|| bad("no such entry"))?;
+        let entry = self.entries.get(item.entry as usize);
+        let entry = entry.ok_or_else(|| no_entry(item.entry))?;
         let (element_bytes, readers) = match entry {
             Averaging::Mean { readers, mean } => (mean.element_bytes(), &**readers),
             Averaging::Taken(reader) => {
                 (reader.tensor()?.dtype.size(), std::slice::from_ref(reader))
             }
-            Averaging::Object => return Err(bad("an object where a tensor was expected")),
+            Averaging::Object => return Err(not_a_tensor(&fqn)),
         };
         let mut read = 0_u64;
         for piece in pieces(region, element_bytes, SCRATCH) {
-            let piece = piece.map_err(|error| bad(&error.to_string()))?;
-            let inner = piece.relative_to(region.offsets()).ok_or_else(|| bad("a bad region"))?;
+            let piece = piece.map_err(|error| invalid_region(&fqn, error))?;
+            let inner = piece.relative_to(region.offsets());
+            let inner = inner.ok_or_else(|| outside(&fqn, &piece, region))?;
             let boxes = std::slice::from_ref(&piece);
             let reads: Vec<_> = readers.iter().map(|reader| reader.read(boxes)).collect();
             let mut parts = stream::iter(reads).buffered(self.parallelism);
@@ -302,11 +303,14 @@ impl Averaged {
 }
 
 fn few(checkpoints: usize) -> ConvertError {
-    ConvertError::unsupported("an average", format!("of {checkpoints} checkpoints has no meaning"))
+    ConvertError::invalid_option(
+        "an average",
+        format!("of {checkpoints} checkpoints has no meaning"),
+    )
 }
 
 fn weights(options: &AverageOptions, checkpoints: usize) -> Result<Vec<f64>, ConvertError> {
-    let bad = |problem: String| ConvertError::unsupported("the weights", problem);
+    let bad = |problem: String| ConvertError::invalid_option("the weights", problem);
     if checkpoints == 0 {
         return Err(few(0));
     }
@@ -335,7 +339,7 @@ fn check_accumulate(accumulate: Option<DType>) -> Result<(), ConvertError> {
         None | Some(DType::Float32 | DType::Float64) => Ok(()),
         Some(dtype) => {
             let problem = format!("cannot be summed in {dtype}, only in float32 or float64");
-            Err(ConvertError::unsupported("an average", problem))
+            Err(ConvertError::invalid_option("an average", problem))
         }
     }
 }

@@ -9,10 +9,10 @@ use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::metadata::{ChunkTable, Encoding, Entry, Layout, Placement, TensorEntry};
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, FormatError, Region, StorageReader, TensorView,
+    CheckpointError, CheckpointMetadata, DType, FormatError, StorageReader, TensorView,
 };
 
-use super::scratch::{SCRATCH, Scratch, bad_plan, name, pieces};
+use super::scratch::{SCRATCH, Scratch, invalid_region, name, outside, pieces};
 use crate::cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast};
 use crate::error::ConvertError;
 use crate::integrity::checked_source::CheckedSource;
@@ -198,8 +198,10 @@ impl StorageReader for Cast {
             };
             let target = sink.destination(item)?;
             for piece in pieces(region, caster.from().size(), SCRATCH) {
-                let (piece, inner) = within(piece, region)
-                    .ok_or_else(|| bad_plan(&name(&self.metadata, item.entry), "a bad region"))?;
+                let fqn = || name(&self.metadata, item.entry);
+                let piece = piece.map_err(|error| invalid_region(&fqn(), error))?;
+                let inner = piece.relative_to(region.offsets());
+                let inner = inner.ok_or_else(|| outside(&fqn(), &piece, region))?;
                 parts.push(Part { entry: item.entry, target: target.narrow(&inner)? });
                 scratch.push(item.entry, *chunk, caster.from(), piece);
                 if scratch.len() >= SCRATCH {
@@ -218,13 +220,6 @@ impl StorageReader for Cast {
         }
         Ok(report)
     }
-}
-
-/// A piece, and its region relative to the one that it was cut from.
-fn within<E>(piece: Result<Region, E>, region: &Region) -> Option<(Region, Region)> {
-    let piece = piece.ok()?;
-    let inner = piece.relative_to(region.offsets())?;
-    Some((piece, inner))
 }
 
 /// Notifies the sink of items that are complete.

@@ -1,5 +1,6 @@
 //! Dequantizes block-scaled weights.
 
+use dcp_core::storage::StorageExt;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
@@ -10,16 +11,15 @@ use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::region::RegionError;
-use dcp_core::storage::StorageExt;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, FormatError, Key, Region, StorageError,
+    CheckpointError, CheckpointMetadata, DType, FormatError, Key, PlanError, Region, StorageError,
     StorageErrorKind, StorageReader, TensorView,
 };
 use dcp_formats::hf::{BLOCK, E2M1, QuantScheme, Quantized, configured_block, find_quantized};
 
 use super::matrix::{Matrix, exchange, outer_indices, transposed};
 use super::scales::{Scales, Tile, floats};
-use super::scratch::{Scratch, bad_item, bad_plan, name};
+use super::scratch::{Scratch, invalid_region, name, no_entry, outside};
 use super::translated::Translated;
 use super::unwrapped::Unwrapped;
 use crate::cast::{CastCounts, CastOptions, Caster};
@@ -145,7 +145,7 @@ impl Dequantized {
     ) -> Result<Self, ConvertError> {
         if !matches!(dtype, DType::Float32 | DType::BFloat16 | DType::Float16) {
             let problem = format!("become float32, bfloat16 or float16, not {dtype}");
-            return Err(ConvertError::unsupported("quantized weights", problem));
+            return Err(ConvertError::invalid_option("quantized weights", problem));
         }
         let inner_metadata = inner.metadata().await?;
         let found = find_quantized(&inner_metadata, block)?;
@@ -177,7 +177,7 @@ impl Dequantized {
                     let made = all_scales.encoding(&inner_metadata, one.scheme, tensor, scales);
                     let encoding = metadata.intern_encoding(&made).ok_or_else(full)?;
                     let entry = plain(one, tensor, dtype, encoding)
-                        .map_err(|error| bad_plan(fqn, error.to_string()))?;
+                        .map_err(|error| invalid_region(fqn, error))?;
                     (Arc::clone(&one.fqn), Entry::Tensor(entry), Some(weight))
                 }
             };
@@ -224,7 +224,7 @@ impl Dequantized {
         view: &TensorView,
     ) -> Result<u64, CheckpointError> {
         let fqn = name(&self.metadata, item.entry);
-        let bad = |error: RegionError| bad_plan(&fqn, error.to_string());
+        let bad = |error: RegionError| invalid_region(&fqn, error);
         let failed = |source| CheckpointError::Memory { fqn: fqn.to_string(), source };
         let ReadKind::Tensor { chunk, .. } = item.kind else { return Ok(0) };
         let mut read = 0;
@@ -239,7 +239,8 @@ impl Dequantized {
                 let (tile, cost) = tile.await?;
                 let (rows, cols) = weight.reach(&tile, &matrix, row, col);
                 if rows <= row || cols <= col {
-                    return Err(bad_plan(&fqn, "its scales do not reach as far as it does"));
+                    let problem = "its scales do not cover all of its elements".to_owned();
+                    return Err(PlanError::InvalidIndex { fqn: fqn.to_string(), problem }.into());
                 }
                 let slab = matrix.part(row..rows, col..cols).map_err(bad)?;
                 let stored = weight.stored_region(&slab).map_err(bad)?;
@@ -252,8 +253,9 @@ impl Dequantized {
                 if weight.transposed() {
                     numbers = transposed(&numbers, cols - col);
                 }
-                let target = weight.exchanged(&slab).map_err(bad)?.relative_to(region.offsets());
-                let target = target.ok_or_else(|| bad_plan(&fqn, "a bad region"))?;
+                let exchanged = weight.exchanged(&slab).map_err(bad)?;
+                let target = exchanged.relative_to(region.offsets());
+                let target = target.ok_or_else(|| outside(&fqn, &exchanged, region))?;
                 let target = view.narrow(&target)?;
                 let mut elements = vec![0; usize::try_from(target.byte_len()).unwrap_or(0)];
                 self.caster.cast(&numbers, &mut elements, &mut CastCounts::default());
@@ -458,8 +460,7 @@ impl StorageReader for Dequantized {
         let mut unchanged = LoadPlan::default();
         for item in &plan.items {
             let shown = self.entries.get(item.entry as usize);
-            let shown =
-                shown.ok_or_else(|| bad_item(format!("there is no entry {}", item.entry)))?;
+            let shown = shown.ok_or_else(|| no_entry(item.entry))?;
             let (ReadKind::Tensor { region, .. }, Some(weight)) = (&item.kind, &shown.weight)
             else {
                 unchanged.items.push(ReadItem { entry: shown.inner, ..item.clone() });

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use dcp_core::metadata::{Entry, TensorEntry};
-use dcp_core::{CheckpointError, CheckpointMetadata, Region};
+use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Region};
 
-use super::scratch::{SCRATCH, bad_plan, pieces};
+use super::scratch::{SCRATCH, invalid_region, pieces, unread};
 use crate::element::value_difference::first_difference;
 use crate::integrity::checked_source::CheckedSource;
 use crate::job::JobOptions;
@@ -38,7 +38,10 @@ impl Input {
 
     /// A reader of the tensor `fqn`.
     pub(super) fn tensor(&self, fqn: &str) -> Result<TensorReader, CheckpointError> {
-        let index = self.metadata.index_of(fqn).ok_or_else(|| bad_plan(fqn, "it is missing"))?;
+        let index = self
+            .metadata
+            .index_of(fqn)
+            .ok_or_else(|| PlanError::Missing { fqns: vec![fqn.to_owned()] })?;
         let reader = Arc::clone(&self.source.reader);
         TensorReader::new(reader, Arc::clone(&self.metadata), index)
     }
@@ -67,10 +70,10 @@ pub(super) async fn difference(
                 return Ok(Some(problem.to_owned()));
             }
             let region =
-                Region::full(x.shape.clone()).map_err(|error| bad_plan(fqn, error.to_string()))?;
+                Region::full(x.shape.clone()).map_err(|error| invalid_region(fqn, error))?;
             let (reader_a, reader_b) = (a.tensor(fqn)?, b.tensor(fqn)?);
             for piece in pieces(&region, x.dtype.size(), SCRATCH) {
-                let piece = [piece.map_err(|error| bad_plan(fqn, error.to_string()))?];
+                let piece = [piece.map_err(|error| invalid_region(fqn, error))?];
                 if reader_a.read(&piece).await? != reader_b.read(&piece).await? {
                     return Ok(Some("their elements differ".to_owned()));
                 }
@@ -80,7 +83,7 @@ pub(super) async fn difference(
         (Entry::Object(_), Entry::Object(_)) => {
             let x = read_objects(&a.source, &a.metadata, &[at_a]).await.remove(&at_a);
             let y = read_objects(&b.source, &b.metadata, &[at_b]).await.remove(&at_b);
-            let missing = || bad_plan(fqn, "it was not read");
+            let missing = || unread(fqn);
             let (x, y) = (x.ok_or_else(missing)??, y.ok_or_else(missing)??);
             Ok(first_difference(&x, &y, None).map(|found| match &*found.path {
                 "" => "their values differ".to_owned(),

@@ -7,11 +7,11 @@ use async_trait::async_trait;
 use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::metadata::{ChunkTable, Entry, Placement};
 use dcp_core::plan::{LoadPlan, ReadItem};
-use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, StorageReader};
+use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, PlanError, StorageReader};
 
 use super::equality::{Input, difference};
 use super::joined::Joined;
-use super::scratch::{bad_item, bad_plan};
+use super::scratch::no_entry;
 use super::translated::Translated;
 use crate::error::ConvertError;
 use crate::integrity::check::refuse_unsound;
@@ -68,8 +68,9 @@ impl Merged {
         let view = Self::new(&inputs, &owners)?;
         let parts: Vec<_> = inputs.into_iter().map(|input| input.source).collect();
         let storages = parts.iter().map(|part| Arc::clone(&part.storage)).collect();
-        let mut merged = Source::derived(Arc::new(view), &parts)
-            .ok_or_else(|| ConvertError::unsupported("a merge", "needs at least one checkpoint"))?;
+        let mut merged = Source::derived(Arc::new(view), &parts).ok_or_else(|| {
+            ConvertError::invalid_option("a merge", "needs at least one checkpoint")
+        })?;
         merged.storage = Arc::new(Joined::new(storages));
         Ok(merged)
     }
@@ -86,7 +87,11 @@ impl Merged {
                 let Some((fqn, stored)) = input.metadata.at(entry) else { continue };
                 let moved = moved(stored, Some(number), &input.metadata, &mut metadata)?;
                 let here = metadata.insert(Arc::clone(fqn), moved);
-                let id = |n: usize| u32::try_from(n).map_err(|_| bad_plan(fqn, "too many keys"));
+                let id = |n: usize| {
+                    let what = || "the number of keys of a merge".to_owned();
+                    u32::try_from(n)
+                        .map_err(|_| PlanError::TooLarge { what: what(), limit: u32::MAX.into() })
+                };
                 outward.insert(id(entry)?, id(here)?);
                 inward.push((id(number)?, id(entry)?));
             }
@@ -182,8 +187,7 @@ impl StorageReader for Merged {
             let place = self.inward.get(item.entry as usize);
             let found =
                 place.and_then(|(part, entry)| Some((plans.get_mut(*part as usize)?, entry)));
-            let (plan, entry) =
-                found.ok_or_else(|| bad_item(format!("entry {} is in no part", item.entry)))?;
+            let (plan, entry) = found.ok_or_else(|| no_entry(item.entry))?;
             plan.items.push(ReadItem { entry: *entry, ..item.clone() });
         }
         let mut report = ReadReport::default();

@@ -66,7 +66,7 @@ pub(crate) async fn with_quantizers(
             "cannot be written: it is {dtype} and needs a scale, which {why}; --exclude leaves \
              it out"
         );
-        return Err(ConvertError::unsupported(format!("{fqn:?}"), problem));
+        return Err(ConvertError::not_storable(fqn.to_string(), problem));
     }
     if archives.is_empty() {
         return Ok(source);

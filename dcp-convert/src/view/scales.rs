@@ -7,7 +7,7 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, Dims, PlanError, Region, StorageReader,
 };
 
-use super::scratch::{Scratch, bad_item, bad_plan, name};
+use super::scratch::{Scratch, invalid_region, name, not_a_tensor};
 use crate::cast::{CastCounts, CastOptions, Caster};
 
 /// The maximum number of scales in a tile, along the last axis and in all.
@@ -62,8 +62,8 @@ impl Scales {
         col: u64,
     ) -> Result<(Arc<Tile>, u64), CheckpointError> {
         let tensor = self.metadata.at(entry as usize).and_then(|(_, entry)| entry.as_tensor());
-        let tensor = tensor
-            .ok_or_else(|| bad_item(format!("the scales at entry {entry} are not a tensor")))?;
+        let tensor =
+            tensor.ok_or_else(|| not_a_tensor(&self.metadata.entry_name(entry as usize)))?;
         let (height, width) = match &*tensor.shape {
             [] => (1, 1),
             [width] => (1, *width),
@@ -99,14 +99,14 @@ impl Scales {
     ) -> Result<(Tile, u64), CheckpointError> {
         let fqn = name(&self.metadata, entry);
         let tensor = self.metadata.at(entry as usize).and_then(|(_, entry)| entry.as_tensor());
-        let tensor = tensor.ok_or_else(|| bad_plan(&fqn, "it is no tensor"))?;
+        let tensor = tensor.ok_or_else(|| not_a_tensor(&fqn))?;
         let inner = [(rows.start, rows.end), (cols.start, cols.end)];
         // A vector of scales has columns only.
         let inner = inner.iter().skip(2_usize.saturating_sub(tensor.shape.ndim()));
         let offsets: Dims =
             outer.iter().copied().chain(inner.clone().map(|(start, _)| *start)).collect();
         let sizes: Dims = outer.iter().map(|_| 1).chain(inner.map(|(a, b)| b - a)).collect();
-        let bad = |error: dcp_core::region::RegionError| bad_plan(&fqn, error.to_string());
+        let bad = |error| invalid_region(&fqn, error);
         let wanted = Region::new(offsets, sizes).map_err(bad)?;
 
         let (mut scratch, mut found) = (Scratch::default(), Vec::new());
@@ -145,7 +145,8 @@ impl Scales {
 pub(super) fn floats(fqn: &str, dtype: DType, bytes: &[u8]) -> Result<Vec<f32>, CheckpointError> {
     let from = if dtype == DType::UInt8 { DType::Float8E8M0Fnu } else { dtype };
     let caster = Caster::new(fqn, from, DType::Float32, CastOptions::default());
-    let caster = caster.map_err(|error| bad_plan(fqn, error.to_string()))?;
+    let caster = caster
+        .map_err(|error| PlanError::NotCastable { fqn: error.fqn, problem: error.problem })?;
     let mut elements = vec![0; bytes.len() / dtype.size() * 4];
     caster.cast(bytes, &mut elements, &mut CastCounts::default());
     Ok(elements

@@ -89,13 +89,34 @@ pub(super) fn name(metadata: &CheckpointMetadata, entry: u32) -> Arc<str> {
         .map_or_else(|| metadata.entry_name(entry as usize).into(), |(fqn, _)| Arc::clone(fqn))
 }
 
-pub(super) fn bad_plan(fqn: &str, problem: impl Into<String>) -> CheckpointError {
-    PlanError::Unsupported { fqn: fqn.to_owned(), problem: problem.into() }.into()
+/// A region of `fqn` cannot be computed.
+pub(super) fn invalid_region(fqn: &str, error: RegionError) -> CheckpointError {
+    PlanError::from(error).with_fqn(fqn).into()
 }
 
-/// An error of a plan that concerns no key.
-pub(super) fn bad_item(problem: impl Into<String>) -> CheckpointError {
-    PlanError::Wire { problem: problem.into() }.into()
+/// `region` of `fqn` is not a part of `bounds`.
+pub(super) fn outside(fqn: &str, region: &Region, bounds: &Region) -> CheckpointError {
+    let (region, bounds) = (region.to_string(), bounds.to_string());
+    PlanError::Outside { fqn: fqn.to_owned(), region, bounds }.into()
+}
+
+pub(super) fn not_a_tensor(fqn: &str) -> CheckpointError {
+    PlanError::NotATensor { fqn: fqn.to_owned() }.into()
+}
+
+/// A plan refers to an entry that the view does not have.
+pub(super) fn no_entry(entry: u32) -> CheckpointError {
+    PlanError::NoEntry { entry: entry.into(), chunk: None }.into()
+}
+
+/// The reader returned without the value of an object.
+pub(super) fn unread(fqn: &str) -> CheckpointError {
+    PlanError::Unread { fqn: fqn.to_owned(), part: "the value".to_owned() }.into()
+}
+
+/// A tensor cannot be made from its pieces.
+pub(super) fn assembly(fqn: &str, problem: impl Into<String>) -> CheckpointError {
+    PlanError::Assembly { fqn: fqn.to_owned(), problem: problem.into() }.into()
 }
 
 /// Memory of the parts, by the leaf of their items.
@@ -105,14 +126,14 @@ struct Views(Vec<TensorView>);
 impl DataSink for Views {
     fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
         let view = self.0.get(item.leaf as usize).cloned();
-        view.ok_or_else(|| bad_item("an item that was not requested"))
+        view.ok_or_else(|| item.unrequested().into())
     }
 
     fn commit(&self, _item: &ReadItem) -> Result<(), CheckpointError> {
         Ok(())
     }
 
-    fn object(&self, _item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
-        Err(bad_item("an object where a tensor was requested"))
+    fn object(&self, item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
+        Err(item.unrequested().into())
     }
 }

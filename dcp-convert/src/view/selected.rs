@@ -30,7 +30,7 @@ impl Selection {
             let unmatched = self.unmatched_filters(&metadata);
             let why: Vec<_> = unmatched.iter().map(|one| format!(": {}", one.message())).collect();
             let problem = format!("leaves nothing of the checkpoint{}", why.concat());
-            return Err(ConvertError::unsupported("the selection", problem));
+            return Err(ConvertError::invalid_option("the selection", problem));
         }
         let mut values = self.renamed_params(source, &metadata, &chosen).await?;
         let mut view = Assembled::builder(std::slice::from_ref(source), job).await?;

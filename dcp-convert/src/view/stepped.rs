@@ -9,9 +9,9 @@ use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::metadata::{Entry, TensorEntry};
 use dcp_core::plan::{LoadPlan, ReadKind};
 use dcp_core::region::RegionError;
-use dcp_core::{CheckpointError, CheckpointMetadata, Dims, Region, StorageReader};
+use dcp_core::{CheckpointError, CheckpointMetadata, Dims, PlanError, Region, StorageReader};
 
-use super::scratch::{bad_plan, pieces};
+use super::scratch::{invalid_region, outside, pieces};
 use crate::element::slice::{Axis, TensorSlice};
 use crate::read::tensor_read::TensorReader;
 
@@ -37,7 +37,7 @@ impl Stepped {
         let mut shown = TensorEntry::new(inner.tensor()?.dtype, slice.shape.clone());
         let zeros = Dims::zeros(slice.shape.ndim());
         let pushed = shown.chunks.push(&zeros, &slice.shape, None);
-        pushed.map_err(|error| bad_plan(fqn, error.to_string()))?;
+        pushed.map_err(|error| PlanError::from(error).with_fqn(&**fqn))?;
         let mut metadata = CheckpointMetadata::new();
         metadata.insert(Arc::clone(fqn), Entry::Tensor(shown));
         let metadata = Arc::new(metadata);
@@ -51,7 +51,7 @@ impl Stepped {
 
     /// The row-major elements of a part of the slice.
     async fn gather(&self, part: &Region, size: usize) -> Result<Bytes, CheckpointError> {
-        let bad = |error: RegionError| bad_plan(self.inner.fqn(), error.to_string());
+        let bad = |error: RegionError| invalid_region(self.inner.fqn(), error);
         let (boxes, row) = self.boxes(part).map_err(bad)?;
         let bytes = self.inner.read(&boxes).await?;
         let Some(Row { step, width, backwards }) = row else { return Ok(bytes) };
@@ -137,14 +137,14 @@ impl StorageReader for Stepped {
         let mut report = ReadReport::default();
         for item in &plan.items {
             let ReadKind::Tensor { region, .. } = &item.kind else {
-                return Err(bad_plan(fqn, "an object was requested, it is a tensor"));
+                return Err(PlanError::NotAnObject { fqn: fqn.to_string() }.into());
             };
             let view = sink.destination(item)?;
             for piece in pieces(region, size, AT_ONCE * size as u64) {
-                let piece = piece.map_err(|error| bad_plan(fqn, error.to_string()))?;
+                let piece = piece.map_err(|error| invalid_region(fqn, error))?;
                 let bytes = self.gather(&piece, size).await?;
                 let target = piece.relative_to(region.offsets());
-                let target = target.ok_or_else(|| bad_plan(fqn, "a bad region"))?;
+                let target = target.ok_or_else(|| outside(fqn, &piece, region))?;
                 view.narrow(&target)?.fill_from(&bytes).map_err(failed)?;
                 report += ReadReport::new(bytes.len() as u64, bytes.len() as u64);
             }

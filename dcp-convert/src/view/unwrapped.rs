@@ -9,11 +9,11 @@ use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::metadata::{Encoding, Entry, Layout, ObjectEntry, Placement, TensorEntry};
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, FormatError, Region, StorageReader, TensorView,
-    Value,
+    CheckpointError, CheckpointMetadata, DType, FormatError, PlanError, Region, StorageReader,
+    TensorView, Value,
 };
 
-use super::scratch::{SCRATCH, bad_item, bad_plan, name, pieces};
+use super::scratch::{SCRATCH, invalid_region, name, not_a_tensor, outside, pieces, unread};
 use super::torchao::{Quantized, is_known};
 use crate::cast::{CastCounts, CastOptions, Caster};
 use crate::error::ConvertError;
@@ -74,18 +74,19 @@ impl Unwrapped {
         let fqn = name(&self.metadata, entry);
         let object = self.inner_metadata.at(entry as usize).and_then(|(_, e)| e.as_object());
         let wrapped = object.and_then(|object| object.tensor.clone());
-        let wrapped = wrapped.ok_or_else(|| bad_plan(&fqn, "it is no quantized tensor"))?;
+        let wrapped = wrapped.ok_or_else(|| not_a_tensor(&fqn))?;
         let sink = Arc::new(One::default());
         let plan =
             LoadPlan { items: vec![ReadItem { entry, leaf: entry, kind: ReadKind::Object }] };
         let read = self.inner.read(&self.inner_metadata, &plan, Arc::clone(&sink) as _).await?;
         let value = sink.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let value = value.ok_or_else(|| bad_plan(&fqn, "it was not read"))?;
+        let value = value.ok_or_else(|| unread(&fqn))?;
         let made = Quantized::new(&fqn, &wrapped.class, &wrapped.shape, &value);
         let made = Arc::new(made.map_err(|problem| {
             let class = &wrapped.class;
             let advice = "leave it out, or dequantize it with the library that it is from";
-            bad_plan(&fqn, format!("this {class} cannot become plain numbers: {problem}; {advice}"))
+            let problem = format!("this {class} cannot become plain numbers: {problem}; {advice}");
+            PlanError::NotCastable { fqn: fqn.to_string(), problem }
         })?);
         let mut kept = kept();
         kept.push_back((entry, Arc::clone(&made)));
@@ -102,10 +103,10 @@ impl Unwrapped {
         made: &Quantized,
         view: &TensorView,
     ) -> Result<(), CheckpointError> {
-        let bad = || bad_plan(fqn, "a bad region");
         for piece in pieces(region, DType::Float32.size(), SCRATCH) {
-            let piece = piece.map_err(|_| bad())?;
-            let target = piece.relative_to(region.offsets()).ok_or_else(bad)?;
+            let piece = piece.map_err(|error| invalid_region(fqn, error))?;
+            let target = piece.relative_to(region.offsets());
+            let target = target.ok_or_else(|| outside(fqn, &piece, region))?;
             let target = view.narrow(&target)?;
             let mut elements = vec![0; usize::try_from(target.byte_len()).unwrap_or(0)];
             self.caster.cast(&made.numbers(&piece), &mut elements, &mut CastCounts::default());
@@ -181,8 +182,8 @@ impl fmt::Debug for Unwrapped {
 struct One(Mutex<Option<Value>>);
 
 impl DataSink for One {
-    fn destination(&self, _item: &ReadItem) -> Result<TensorView, CheckpointError> {
-        Err(bad_item("a tensor where an object was requested"))
+    fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
+        Err(item.unrequested().into())
     }
 
     fn commit(&self, _item: &ReadItem) -> Result<(), CheckpointError> {

@@ -114,7 +114,7 @@ fn full(tensor: &TensorEntry) -> Result<Region, ConvertError> {
 }
 
 fn bad_region(error: RegionError) -> ConvertError {
-    ConvertError::unsupported("a shard", error.to_string())
+    dcp_core::PlanError::from(error).into()
 }
 
 #[cfg(test)]

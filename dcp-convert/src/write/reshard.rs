@@ -1,14 +1,14 @@
 //! Rewrites a checkpoint as another set of ranks would save it.
 
+use dcp_core::planner::SavePlanner;
+use dcp_core::storage::StorageExt;
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::checkpoint::DataSource;
 use dcp_core::metadata::{Entry, Layout, ObjectEntry, Placement, TensorEntry};
 use dcp_core::plan::{GlobalPlan, PlanKey, SavePlan, TensorSpec};
-use dcp_core::planner::SavePlanner;
 use dcp_core::save_run::{RankWrite, SaveRun};
-use dcp_core::storage::StorageExt;
 use dcp_core::value::Opaque;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, StorageWriter, Value};
 use dcp_formats::Stop;
@@ -79,7 +79,7 @@ pub async fn divide(
     let ranks = division.ranks();
     if !(1..=MAX_RANKS).contains(&ranks) {
         let problem = format!("is not a number of ranks between 1 and {MAX_RANKS}");
-        return Err(ConvertError::unsupported(ranks.to_string(), problem));
+        return Err(ConvertError::invalid_option(ranks.to_string(), problem));
     }
     let holds = |fqn: &str| division.object(fqn) != Owner::Nobody;
     let source = with_quantizers(CheckedSource::new(source, options), holds).await?;
@@ -349,8 +349,9 @@ impl Rank {
 }
 
 fn no_such_rank(fqn: &str, rank: u32) -> ConvertError {
-    let problem = format!("is to be written by rank {rank}, which there is not");
-    ConvertError::unsupported(format!("{fqn:?}"), problem)
+    let problem =
+        format!("is assigned to rank {rank}, which does not exist; the division of ranks is wrong");
+    ConvertError::not_storable(fqn, problem)
 }
 
 /// An object, with the placement and bytes of its archive if the archive can be copied.
@@ -395,7 +396,7 @@ fn shared_too_often(limit: u64) -> ConvertError {
         "share memory in the file, and have more than {limit} bytes when each is written by \
          itself; --exclude leaves some out, and a file of torch.save can share them, too"
     );
-    ConvertError::unsupported("the objects of the checkpoint", problem)
+    ConvertError::no_form("the objects of the checkpoint", problem)
 }
 
 /// Turns an object that is too large to keep into one that is read and encoded again when it is

@@ -1,9 +1,9 @@
 //! Rewrites the `.metadata` of a checkpoint in the form that other programs read.
 
+use dcp_core::storage::StorageExt;
 use std::sync::Arc;
 
 use dcp_core::metadata::{Entry, Placement};
-use dcp_core::storage::StorageExt;
 use dcp_core::text::counted;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError, StorageErrorKind,
@@ -144,7 +144,7 @@ pub async fn rewrite_metadata(
         return Ok(report);
     }
     let new = encode(&metadata, to).map_err(|error| {
-        ConvertError::unsupported("the metadata", format!("has no {to} form: {}", error.problem()))
+        ConvertError::no_form("the metadata", format!("has no {to} form: {}", error.problem()))
     })?;
     let again = decode(&new)?;
     refuse_changes(&metadata, &again)?;
@@ -178,7 +178,7 @@ fn refuse_changes(old: &CheckpointMetadata, new: &CheckpointMetadata) -> Result<
 }
 
 fn lost(what: &str) -> ConvertError {
-    ConvertError::unsupported(what, "would be another one in the new form; nothing was written")
+    ConvertError::no_form(what, "would be another one in the new form; nothing was written")
 }
 
 fn same_entry(old: &CheckpointMetadata, a: &Entry, new: &CheckpointMetadata, b: &Entry) -> bool {

@@ -64,7 +64,7 @@ impl Outgoing {
         if outgoing.tensors.is_empty() && !outgoing.report.left_out.is_empty() {
             let problem = "has no tensors, only objects, and a safetensors file can hold none of \
                            them; of a pickled module, save the state_dict()";
-            return Err(ConvertError::unsupported("the checkpoint", problem));
+            return Err(ConvertError::no_form("the checkpoint", problem));
         }
         outgoing.report.tensors = outgoing.tensors.len();
         outgoing.report.chunks = outgoing.tensors.len();
@@ -85,7 +85,7 @@ impl Outgoing {
         if &**fqn == "__metadata__" {
             let problem = "is no name that a tensor can have in a safetensors file; leave it out \
                            or rename it";
-            return Err(ConvertError::unsupported(format!("{fqn:?}"), problem));
+            return Err(ConvertError::not_storable(fqn.to_string(), problem));
         }
         if tensor.dtype.is_quantized() {
             self.report.without_scale.push(Arc::clone(fqn));
@@ -136,5 +136,5 @@ fn refuse_wrapped(metadata: &CheckpointMetadata) -> Result<(), ConvertError> {
         "are tensors of classes of their own, which a safetensors file cannot hold; {advice}; \
          --exclude leaves them out"
     );
-    Err(ConvertError::unsupported(list(&names), problem))
+    Err(ConvertError::no_form(list(&names), problem))
 }

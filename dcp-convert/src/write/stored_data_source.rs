@@ -1,6 +1,7 @@
 //! Stored data as a [`DataSource`]. Data is read from the source checkpoint when it is written, so
 //! a checkpoint of any size needs little memory.
 
+use dcp_core::storage::StorageExt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,14 +10,13 @@ use bytes::Bytes;
 use crc32fast::Hasher;
 use dcp_core::checkpoint::DataSource;
 use dcp_core::metadata::TensorEntry;
-use dcp_core::storage::StorageExt;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, Payload, PlanError, Region};
 use dcp_formats::torch_object::encode_object;
 
 use crate::error::ConvertError;
 use crate::integrity::checked_source::CheckedSource;
 use crate::job::JobOptions;
-use crate::read::objects::read_objects;
+use crate::read::objects::{read_objects, unread};
 use crate::read::tensor_read::{TensorReader, read_tensor};
 use crate::source::Source;
 
@@ -80,8 +80,7 @@ impl Part {
     ) -> Result<Self, ConvertError> {
         let reader = Arc::clone(&source.reader);
         let reader = TensorReader::new(reader, Arc::clone(metadata), entry)?;
-        let region = Region::full(tensor.shape.clone())
-            .map_err(|error| ConvertError::unsupported("a tensor", error.to_string()))?;
+        let region = Region::full(tensor.shape.clone()).map_err(PlanError::from)?;
         let element_bytes = tensor.dtype.size() as u64;
         Ok(Self::Tensor { reader: Arc::new(reader), region, element_bytes })
     }
@@ -150,11 +149,8 @@ impl DataSource for CheckpointData {
             }
             Some(Part::Encoded(bytes)) => Payload::from(bytes.clone()).slice(byte_range),
             None => {
-                let problem = format!(
-                    "the writer requests item {item} of a plan of {} items",
-                    self.parts.len()
-                );
-                return Err(PlanError::Wire { problem }.into());
+                let items = self.parts.len() as u64;
+                return Err(PlanError::NoItem { item: item as u64, items }.into());
             }
         };
         self.options.advance(len);
@@ -174,11 +170,7 @@ impl CheckpointData {
         entry: usize,
     ) -> Result<Payload, CheckpointError> {
         let mut values = read_objects(&self.source, metadata, &[entry]).await;
-        let gone = || PlanError::Unsupported {
-            fqn: metadata.entry_name(entry).into_owned(),
-            problem: "it disappeared during the job".to_owned(),
-        };
-        let value = values.remove(&entry).ok_or_else(gone)??;
+        let value = values.remove(&entry).ok_or_else(|| unread(metadata, entry))??;
         Ok(Payload::from(encode_object(&value)?))
     }
 }

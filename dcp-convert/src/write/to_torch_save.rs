@@ -3,8 +3,8 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use dcp_core::Key;
 use dcp_core::metadata::Entry;
-use dcp_core::{Key, PlanError};
 use dcp_formats::pickle::ForeignName;
 use dcp_formats::torch_save::{
     TorchSaveContent, TorchSaveGraphs, TorchSaveItem, TorchSaveOptions, TorchSavePlan,
@@ -16,7 +16,7 @@ use crate::integrity::callables;
 use crate::integrity::check::refuse_unsound;
 use crate::integrity::checked_source::CheckedSource;
 use crate::job::JobOptions;
-use crate::read::objects::{object_entries, read_objects};
+use crate::read::objects::{object_entries, read_objects, unread};
 use crate::read::ties::ties;
 use crate::source::{KeptObjects, Source};
 use crate::view::with_quantizers;
@@ -207,10 +207,8 @@ impl Outgoing {
                             content
                         }
                         None => {
-                            let value = values.remove(&index).unwrap_or_else(|| {
-                                let problem = "it could not be read".to_owned();
-                                Err(PlanError::Unsupported { fqn: fqn.to_string(), problem }.into())
-                            })?;
+                            let value = values.remove(&index);
+                            let value = value.unwrap_or_else(|| Err(unread(&metadata, index)))?;
                             foreign.extend(callables::foreign_callables(fqn, &value)?);
                             TorchSaveContent::Object(value)
                         }

@@ -1,8 +1,8 @@
 //! Damaged data is not carried on: a job that copies it would seal it under a new checksum.
 
+use futures_util::StreamExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_conformance::{CountingStorage, FaultStorage, MemoryStorage};
@@ -11,15 +11,11 @@ use dcp_convert::{
     ConvertError, JobOptions, Source, Target, find, reshard, to_safetensors, verify,
 };
 use dcp_core::format::{CheckpointAudit, ChunkChecksum, Findings, IndexFacts, RecordAudit};
-use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadOutcome, ReadRequest,
-    StorageExt, Upload, UploadOptions, WholeObject,
-};
+use dcp_core::storage::{ObjectMeta, PutMode, StorageExt};
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, Key, Payload, Storage, StorageError};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{SafetensorsItem, encode_header};
 use dcp_testing::key;
-use futures_util::StreamExt;
 use indexmap::IndexMap;
 
 use crate::support::{block_on, fixture};
@@ -188,21 +184,10 @@ struct Detached {
 
 #[async_trait]
 impl Storage for Detached {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
-
-    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-        self.inner.stat(key).await
-    }
-
-    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
-        self.inner.read(key, request).await
-    }
-
-    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
-        self.inner.read_whole(key, max_bytes).await
-    }
+    dcp_core::forward_storage!(
+        inner: capabilities, stat, read, read_whole, start_upload, list, list_folder, delete,
+        remove_leftovers, claim
+    );
 
     async fn put(
         &self,
@@ -222,38 +207,6 @@ impl Storage for Detached {
             put
         };
         tokio::spawn(write).await.unwrap()
-    }
-
-    async fn start_upload(
-        &self,
-        key: &Key,
-        options: UploadOptions,
-    ) -> Result<Box<dyn Upload>, StorageError> {
-        self.inner.start_upload(key, options).await
-    }
-
-    fn list(&self, folder: Option<&Key>) -> ObjectStream {
-        self.inner.list(folder)
-    }
-
-    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
-        self.inner.list_folder(folder)
-    }
-
-    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
-        self.inner.delete(keys).await
-    }
-
-    async fn remove_leftovers(
-        &self,
-        folder: Option<&Key>,
-        min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        self.inner.remove_leftovers(folder, min_age).await
-    }
-
-    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
-        self.inner.claim(key).await
     }
 }
 

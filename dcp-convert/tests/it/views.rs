@@ -401,7 +401,7 @@ fn checkpoints_that_do_not_fit_are_refused_with_every_reason() {
     }
     for weights in [vec![1.0], vec![1.0, -1.0], vec![f64::NAN, 1.0]] {
         let error = average(AverageOptions::default().weights(weights)).unwrap_err();
-        assert!(matches!(error, ConvertError::Unsupported { .. }), "{error}");
+        assert!(matches!(error, ConvertError::InvalidOption { .. }), "{error}");
     }
     let error = average(AverageOptions::default().accumulate(DType::BFloat16)).unwrap_err();
     assert!(error.to_string().contains("bfloat16"), "{error}");

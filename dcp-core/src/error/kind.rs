@@ -140,9 +140,14 @@ pub(super) fn kind_of_group(error: &CollectiveError) -> FailureKind {
 pub(super) fn kind_of_plan(error: &PlanError) -> FailureKind {
     match error {
         PlanError::OutOfMemory { .. } => FailureKind::OutOfMemory,
-        PlanError::Wire { .. } => FailureKind::Protocol,
+        PlanError::Message { .. } | PlanError::OutOfStep { .. } => FailureKind::Protocol,
         PlanError::Missing { .. } => FailureKind::Mismatch,
         PlanError::InvalidIndex { .. } => FailureKind::Damaged,
+        // Plug-ins that break their contract: neither the state dict nor the planner is at fault.
+        PlanError::Unread { .. }
+        | PlanError::Unrequested { .. }
+        | PlanError::SourceLength { .. }
+        | PlanError::DestinationShape { .. } => FailureKind::Other,
         PlanError::Many(all) => all.first().map_or(FailureKind::InvalidPlan, kind_of_plan),
         _ => FailureKind::InvalidPlan,
     }

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use async_trait::async_trait;
 
@@ -11,8 +10,8 @@ use crate::error::{StorageError, StorageErrorKind, StorageOp};
 use crate::key::Key;
 use crate::payload::Payload;
 use crate::storage::{
-    Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadInto,
-    ReadOutcome, ReadRequest, Storage, Upload, UploadOptions, Version, WholeObject,
+    Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadInto, ReadOutcome,
+    ReadRequest, Storage, Upload, UploadOptions, Version, WholeObject,
 };
 use crate::streams::{FilterMap, Known};
 
@@ -110,9 +109,7 @@ fn changed(key: &Key) -> StorageError {
 
 #[async_trait]
 impl Storage for ListedStorage {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    crate::forward_storage!(inner: capabilities, remove_leftovers);
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         match self.listing.get(key) {
@@ -232,13 +229,5 @@ impl Storage for ListedStorage {
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
         self.forget(key);
         self.inner.claim(key).await
-    }
-
-    async fn remove_leftovers(
-        &self,
-        folder: Option<&Key>,
-        min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        self.inner.remove_leftovers(folder, min_age).await
     }
 }

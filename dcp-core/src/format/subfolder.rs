@@ -9,8 +9,8 @@ use crate::error::StorageError;
 use crate::key::Key;
 use crate::payload::Payload;
 use crate::storage::{
-    Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode,
-    ReadOutcome, ReadRequest, Storage, Upload, UploadOptions, WholeObject,
+    Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
+    ReadRequest, Storage, Upload, UploadOptions, WholeObject,
 };
 use crate::streams::{FilterMap, Known};
 
@@ -54,9 +54,7 @@ fn renamed(meta: ObjectMeta, key: &Key) -> ObjectMeta {
 
 #[async_trait]
 impl Storage for Subfolder {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    crate::forward_storage!(inner: capabilities);
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         Ok(renamed(self.inner.stat(&self.key(key)?).await?, key))

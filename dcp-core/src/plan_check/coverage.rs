@@ -90,10 +90,7 @@ pub(super) fn check(
                     second: shown(rows[first.max(second)]),
                 });
             }
-            Err(error) => {
-                let problem = error.to_string();
-                return Err(PlanError::Unsupported { fqn: fqn.to_string(), problem });
-            }
+            Err(_) => return Err(PlanError::TooIrregular { fqn: fqn.to_string() }),
         }
         let expected = tensor.shape.checked_volume().map(u128::from);
         stored.push(match volume(&rows) {

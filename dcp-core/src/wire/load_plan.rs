@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use super::{MessageReader, MessageWriter, bad, fingerprint};
+use super::{MessageReader, MessageWriter, bad};
 use crate::error::PlanError;
 use crate::plan::{LoadPlan, ReadItem, ReadKind};
 use crate::region::Region;
@@ -64,7 +64,7 @@ impl LoadPlan {
     /// fingerprints send only one plan.
     #[must_use]
     pub fn fingerprint(&self) -> u128 {
-        fingerprint(&self.to_wire())
+        crate::digest::fnv1a_128(&self.to_wire())
     }
 }
 

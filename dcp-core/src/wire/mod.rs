@@ -18,14 +18,7 @@ use crate::metadata::{Encoding, FileId, Layout, Placement};
 use crate::path::{PathItem, StatePath};
 
 fn bad(problem: impl Into<String>) -> PlanError {
-    PlanError::Wire { problem: problem.into() }
-}
-
-/// FNV-1a: stable, without dependencies, and fed only by ranks that trust each other.
-fn fingerprint(bytes: &[u8]) -> u128 {
-    const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
-    const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
-    bytes.iter().fold(BASIS, |hash, byte| (hash ^ u128::from(*byte)).wrapping_mul(PRIME))
+    PlanError::Message { message: "a message of another rank".into(), problem: problem.into() }
 }
 
 fn layout_code(layout: Layout) -> u64 {

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use super::{MessageReader, MessageWriter, bad, fingerprint};
+use super::{MessageReader, MessageWriter, bad};
 use crate::dims::Dims;
 use crate::error::PlanError;
 use crate::key::Key;
@@ -115,7 +115,7 @@ impl SavePlan {
     /// and paths too; ranks compare it with that of the last save.
     #[must_use]
     pub fn fingerprint(&self) -> u128 {
-        fingerprint(&self.to_wire())
+        crate::digest::fnv1a_128(&self.to_wire())
     }
 }
 

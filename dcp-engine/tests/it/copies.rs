@@ -2,13 +2,11 @@
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_conformance::MemoryStorage;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
-    ReadRequest, Upload, UploadOptions, WholeObject,
+    ObjectMeta, PartFuture, PutMode, ReadOutcome, ReadRequest, Upload, UploadOptions,
 };
 use dcp_core::{DType, Key, Payload, StateDict, Storage, StorageError, Tensor};
 use dcp_engine::{Loader, Saver};
@@ -44,22 +42,14 @@ impl Watching {
 
 #[async_trait]
 impl Storage for Watching {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
-
-    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-        self.inner.stat(key).await
-    }
+    dcp_core::forward_storage!(
+        inner: capabilities, stat, read_whole, list, list_folder, delete, remove_leftovers, claim
+    );
 
     async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
         let buffers = request.ranges.iter().map(|read| addresses(&read.buffer));
         self.filled.lock().unwrap().extend(buffers);
         self.inner.read(key, request).await
-    }
-
-    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
-        self.inner.read_whole(key, max_bytes).await
     }
 
     async fn put(
@@ -79,30 +69,6 @@ impl Storage for Watching {
     ) -> Result<Box<dyn Upload>, StorageError> {
         let inner = self.inner.start_upload(key, options).await?;
         Ok(Box::new(WatchingUpload { inner, storage: self.clone() }))
-    }
-
-    fn list(&self, folder: Option<&Key>) -> ObjectStream {
-        self.inner.list(folder)
-    }
-
-    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
-        self.inner.list_folder(folder)
-    }
-
-    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
-        self.inner.delete(keys).await
-    }
-
-    async fn remove_leftovers(
-        &self,
-        folder: Option<&Key>,
-        min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        self.inner.remove_leftovers(folder, min_age).await
-    }
-
-    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
-        self.inner.claim(key).await
     }
 }
 

@@ -151,8 +151,7 @@ fn a_strided_shard_is_saved_and_loaded_in_place() {
 #[test]
 fn a_background_save_keeps_the_state_of_its_start() {
     let storage = memory();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
+    block_on(async {
         let state = sample(0, 1, 40);
         let writer = Arc::new(DcpWriter::new(Arc::clone(&storage)));
         let pending = BackgroundSaver::new(Saver::new()).start(&state, writer).unwrap();
@@ -231,8 +230,7 @@ fn background_saves_keep_the_order_of_their_starts() {
 /// T14: PyTorch 2.15 reports success of staging although it failed.
 #[test]
 fn t14_failed_staging_is_an_error_of_the_call() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
+    block_on(async {
         let tensor = counting_whole(&[4], 0);
         let _writer_at_work = tensor.shards()[0].view().unwrap().lend().unwrap();
         let state = StateDict::from([("model", StateDict::from([("t", tensor.clone())]))]);

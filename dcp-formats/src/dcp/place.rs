@@ -17,9 +17,10 @@ pub(super) fn place(
     global: &mut GlobalPlan,
 ) -> Result<Vec<WritePlan>, CheckpointError> {
     let GlobalPlan { metadata, selections, .. } = global;
-    if selections.len() != locals.len() {
-        let problem = format!("{} selections for {} plans", selections.len(), locals.len());
-        return Err(PlanError::Wire { problem }.into());
+    let (expected, found) = (locals.len(), selections.len());
+    if expected != found {
+        let made_by = "the planner".to_owned();
+        return Err(PlanError::PlanCount { made_by, expected, found }.into());
     }
     let mut lens = Lengths::default();
     let mut plans = Vec::with_capacity(locals.len());
@@ -52,8 +53,8 @@ pub(super) fn place(
 }
 
 fn item<'a>(local: &'a SavePlan, selected: &SelectedItem) -> Result<WriteItem<'a>, PlanError> {
-    let problem = || format!("item {} of {} was selected", selected.item, local.len());
-    local.item(selected.item as usize).ok_or_else(|| PlanError::Wire { problem: problem() })
+    let (number, items) = (selected.item.into(), local.len() as u64);
+    local.item(selected.item as usize).ok_or(PlanError::NoItem { item: number, items })
 }
 
 /// Records an item's placement in the metadata, whose file ids are its own.
@@ -75,10 +76,10 @@ fn record(
             object.placement = Some(placement);
             Ok(())
         }
-        _ => {
-            let problem = format!("no chunk {} of entry {}", selected.chunk, selected.entry);
-            Err(PlanError::Wire { problem })
-        }
+        _ => Err(PlanError::NoEntry {
+            entry: selected.entry.into(),
+            chunk: Some(selected.chunk.into()),
+        }),
     }
 }
 
@@ -108,5 +109,6 @@ impl Lengths {
 }
 
 fn too_many() -> PlanError {
-    PlanError::Wire { problem: "too many files, or a file of more than 2^64 bytes".into() }
+    let what = "the number of files, or the length of a file in bytes,".to_owned();
+    PlanError::TooLarge { what, limit: u32::MAX.into() }
 }

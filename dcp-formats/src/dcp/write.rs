@@ -18,7 +18,7 @@ use crate::upload::{
 pub(super) fn encoded_len(fqn: &str, dtype: DType, sizes: &[u64]) -> Result<u64, CheckpointError> {
     if dtype.is_quantized() {
         let problem = format!("{dtype} needs a scale, which the state dict has no place for");
-        return Err(PlanError::Unsupported { fqn: fqn.to_owned(), problem }.into());
+        return Err(PlanError::NotStorable { fqn: fqn.to_owned(), problem }.into());
     }
     Ok(archive(dtype, sizes)?.byte_len())
 }
@@ -81,7 +81,6 @@ impl FileJob {
         plan: &WritePlan,
         checksums: bool,
     ) -> Result<Vec<Self>, CheckpointError> {
-        let bad = |problem: String| CheckpointError::from(PlanError::Wire { problem });
         let mut jobs: Vec<Self> = plan
             .files
             .iter()
@@ -95,16 +94,21 @@ impl FileJob {
         for order in &plan.orders {
             let placement = order.placement;
             let index = order.item as usize;
-            let item = local
-                .item(index)
-                .ok_or_else(|| bad(format!("there is no item {index} to write")))?;
+            let items = local.len() as u64;
+            let item = local.item(index);
+            let item = item.ok_or(PlanError::NoItem { item: index as u64, items })?;
+            let misplaced = |problem: String| {
+                let fqn = item.key.fqn.to_string();
+                CheckpointError::from(PlanError::Misplaced { fqn, problem })
+            };
             let encoding = plan.encodings.get(usize::from(placement.encoding));
             if encoding != Some(&Encoding::default()) {
-                return Err(bad(format!("{:?} is to be encoded in an unknown way", item.key.fqn)));
+                let problem = "its encoding is not the one of this format".to_owned();
+                return Err(misplaced(problem));
             }
             let job = jobs
                 .get_mut(placement.file.index())
-                .ok_or_else(|| bad(format!("{:?} is to be in no file", item.key.fqn)))?;
+                .ok_or_else(|| misplaced("the plan does not have its file".to_owned()))?;
             let (byte_len, tensor) = match &item.key.tensor {
                 None => (item.byte_len, None),
                 Some(spec) => {
@@ -113,9 +117,9 @@ impl FileJob {
                 }
             };
             if placement.byte_offset != job.byte_len || placement.byte_len != byte_len {
-                return Err(bad(format!(
-                    "{:?} is placed at {}+{} of {:?}, its place is {}+{byte_len}",
-                    item.key.fqn, placement.byte_offset, placement.byte_len, job.key, job.byte_len
+                return Err(misplaced(format!(
+                    "it is planned at {}+{} of {:?}, and written at {}+{byte_len}",
+                    placement.byte_offset, placement.byte_len, job.key, job.byte_len
                 )));
             }
             job.byte_len = job.byte_len.saturating_add(byte_len);

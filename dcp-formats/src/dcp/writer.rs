@@ -252,10 +252,8 @@ impl StorageWriter for DcpWriter {
     }
 
     fn renamed(&self, file: &Key, generation: u64) -> Result<Key, CheckpointError> {
-        names::renamed(file, generation).ok_or_else(|| {
-            let problem = format!("{file:?} is no name of a data file");
-            PlanError::Wire { problem }.into()
-        })
+        names::renamed(file, generation)
+            .ok_or_else(|| PlanError::FileName { file: file.to_string() }.into())
     }
 
     async fn write(

@@ -100,9 +100,10 @@ impl DataSource for StoredTensors {
         item: usize,
         byte_range: Range<u64>,
     ) -> Result<Payload, CheckpointError> {
-        let tensor = self.tensors.get(item).ok_or_else(|| PlanError::Wire {
-            problem: format!("item {item} was requested, there are {}", self.tensors.len()),
-        })?;
+        let tensor = self
+            .tensors
+            .get(item)
+            .ok_or(PlanError::NoItem { item: item as u64, items: self.tensors.len() as u64 })?;
         let len = byte_range.end.saturating_sub(byte_range.start);
         let mut segment = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
         let mut filled = 0_u64;

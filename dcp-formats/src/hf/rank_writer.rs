@@ -112,8 +112,9 @@ impl HfRankWriter {
             let encoded = self.header(&plan, first(&plan)?)?;
             let encoded = ranges(&plan, first(&plan)?, &encoded)?;
             if !encoded.iter().map(|place| (place.byte_offset, place.byte_len)).eq(places) {
-                let problem = format!("tensors of {key:?} have other places than in its header");
-                return Err(PlanError::Wire { problem }.into());
+                let problem = format!("the header of {key:?} has its tensors at other places");
+                let fqn = plan.parts.first().map_or_else(String::new, |part| part.fqn.to_string());
+                return Err(PlanError::Misplaced { fqn, problem }.into());
             }
             files.push(ShardFile { key: key.clone(), plan, items });
         }
@@ -193,7 +194,7 @@ impl HfRankWriterBuilder {
 impl StorageWriter for HfRankWriter {
     fn encode_object(&self, fqn: &str, _: &Value) -> Result<Bytes, CheckpointError> {
         let problem = "files of safetensors have tensors only; save it in another checkpoint";
-        Err(PlanError::Unsupported { fqn: fqn.to_owned(), problem: problem.to_owned() }.into())
+        Err(PlanError::NotStorable { fqn: fqn.to_owned(), problem: problem.to_owned() }.into())
     }
 
     async fn begin(&self) -> Result<SaveSession, CheckpointError> {
@@ -321,13 +322,13 @@ fn first(plan: &HfPlan) -> Result<&HfFile, PlanError> {
 }
 
 fn part(local: &SavePlan, item: u32, rank: u32) -> Result<HfPart, PlanError> {
-    let found = local.item(item as usize).ok_or_else(|| PlanError::Wire {
-        problem: format!("item {item} of {} was selected", local.len()),
-    })?;
+    let found = local
+        .item(item as usize)
+        .ok_or(PlanError::NoItem { item: item.into(), items: local.len() as u64 })?;
     let fqn = &found.key.fqn;
     let Some(spec) = &found.key.tensor else {
         let problem = "files of safetensors have tensors only".to_owned();
-        return Err(PlanError::Unsupported { fqn: fqn.to_string(), problem });
+        return Err(PlanError::NotStorable { fqn: fqn.to_string(), problem });
     };
     Ok(HfPart::part_of(Arc::clone(fqn), spec.dtype, found.sizes, found.offsets, rank))
 }
@@ -347,7 +348,7 @@ fn once_each(plan: &HfPlan, file: &HfFile) -> Result<(), PlanError> {
                 "rank {rank} holds several shards of it, and a file of safetensors has one tensor \
                  of a name"
             );
-            return Err(PlanError::Unsupported { fqn: part.fqn.to_string(), problem });
+            return Err(PlanError::NotStorable { fqn: part.fqn.to_string(), problem });
         }
     }
     Ok(())
@@ -381,10 +382,10 @@ fn record(
             tensor.chunks.place(selected.chunk as usize, placement);
             Ok(())
         }
-        _ => {
-            let problem = format!("no chunk {} of entry {}", selected.chunk, selected.entry);
-            Err(PlanError::Wire { problem })
-        }
+        _ => Err(PlanError::NoEntry {
+            entry: selected.entry.into(),
+            chunk: Some(selected.chunk.into()),
+        }),
     }
 }
 
@@ -398,7 +399,7 @@ async fn remove(storage: &dyn Storage, keys: Vec<Key>) {
 }
 
 fn too_many() -> PlanError {
-    PlanError::Wire { problem: "too many files, or a file without a tensor of its plan".into() }
+    PlanError::TooLarge { what: "the number of files or encodings".into(), limit: u32::MAX.into() }
 }
 
 impl fmt::Debug for HfRankWriter {

@@ -104,8 +104,7 @@ impl Old {
                 return Ok(tagged);
             }
         }
-        let problem = "all names for new files are taken".to_owned();
-        Err(PlanError::Wire { problem }.into())
+        Err(PlanError::NoFreeName { tried: TAGS_MAX.into() }.into())
     }
 }
 

@@ -422,9 +422,11 @@ impl DataSource for OneFile {
         if self.stop.load(Ordering::Relaxed) {
             return Err(CheckpointError::Canceled);
         }
-        let part = self.parts.get(item).copied().ok_or_else(|| PlanError::Wire {
-            problem: format!("item {item} was requested, the file has {}", self.parts.len()),
-        })?;
+        let part = self
+            .parts
+            .get(item)
+            .copied()
+            .ok_or(PlanError::NoItem { item: item as u64, items: self.parts.len() as u64 })?;
         self.data.resolve(part, byte_range).await
     }
 

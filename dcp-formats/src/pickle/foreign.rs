@@ -8,7 +8,7 @@ use dcp_core::format::IndexCallable;
 use std::fmt;
 
 use super::arena::{Construction, GlobalName, Node, NodeId, Pickle};
-use super::walk::Walk;
+use super::visitor::Visitor;
 
 /// The classification of a name that Python imports and calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -120,7 +120,7 @@ impl Pickle<'_> {
         if !self.has_foreign_names() {
             return Vec::new();
         }
-        let walk = Walk::new(self, self.root());
+        let walk = Visitor::new(self, self.root());
         let mut paths: Vec<Option<String>> = vec![None; self.globals().len()];
         for id in walk.nodes() {
             if let Node::Global(number) = self.node(id)

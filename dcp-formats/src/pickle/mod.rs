@@ -22,7 +22,7 @@ mod opcode;
 mod replace;
 mod rewrite;
 mod stack;
-mod walk;
+mod visitor;
 mod writer;
 
 pub use arena::{Construction, GlobalName, Node, NodeId, ObjectNode, Pickle, Span};

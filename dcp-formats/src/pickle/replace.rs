@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use super::arena::{Node, NodeId, Pickle, Span};
-use super::walk::Walk;
+use super::visitor::Visitor;
 
 /// An object that [`replace_classes`](crate::torch_save::replace_classes) has replaced.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,7 +47,7 @@ impl Pickle<'_> {
         // The argument that replaces its object may be or contain another object. A second
         // replacement of a node is `Gone`, so cycles end.
         loop {
-            let walk = Walk::new(self, from);
+            let walk = Visitor::new(self, from);
             let unknown: Vec<Unknown> = walk
                 .nodes()
                 .filter_map(|id| Some((id, self.replacement(id, known)?)))
@@ -76,7 +76,7 @@ impl Pickle<'_> {
             }
         }
         if !gone.is_empty() {
-            let dicts: Vec<_> = Walk::new(self, from).nodes().collect();
+            let dicts: Vec<_> = Visitor::new(self, from).nodes().collect();
             for id in dicts {
                 self.remove_entries(id, &gone);
             }
@@ -117,7 +117,7 @@ impl Pickle<'_> {
         (!known(module, name)).then(|| format!("{module}.{name}"))
     }
 
-    fn unknown_names(&self, walk: &Walk, known: &dyn Fn(&str, &str) -> bool) -> Vec<Unknown> {
+    fn unknown_names(&self, walk: &Visitor, known: &dyn Fn(&str, &str) -> bool) -> Vec<Unknown> {
         let names = walk.nodes().filter_map(|id| Some((id, self.unknown_name(id, known)?)));
         names.map(|(id, name)| (id, walk.path_to(self, id), name, Replacement::Gone)).collect()
     }

@@ -48,7 +48,7 @@ pub(super) fn group(
     let mut needed = 0_u64;
     for item in &plan.items {
         let Some((fqn, entry)) = metadata.at(item.entry as usize) else {
-            return Err(wire(format!("there is no entry {}", item.entry)));
+            return Err(PlanError::NoEntry { entry: item.entry.into(), chunk: None }.into());
         };
         let chunk = match &item.kind {
             ReadKind::Tensor { chunk, .. } => Some(*chunk),
@@ -83,9 +83,11 @@ impl Blob {
     ) -> Result<Self, CheckpointError> {
         let (placement, content) = match (entry, chunk) {
             (Entry::Tensor(tensor), Some(chunk)) => {
-                let Some(chunk) = tensor.chunks.get(chunk as usize) else {
-                    return Err(wire(format!("{fqn:?} has no chunk {chunk}")));
+                let missing = || {
+                    let entry = metadata.index_of(fqn).unwrap_or_default() as u64;
+                    PlanError::NoEntry { entry, chunk: Some(chunk.into()) }
                 };
+                let chunk = tensor.chunks.get(chunk as usize).ok_or_else(missing)?;
                 let sizes = Dims::from(chunk.sizes);
                 let content = Content::Tensor { dtype: tensor.dtype, sizes, targets: Vec::new() };
                 (chunk.placement, content)
@@ -93,7 +95,10 @@ impl Blob {
             (Entry::Object(object), None) => {
                 (object.placement, Content::Object { items: Vec::new() })
             }
-            _ => return Err(wire(format!("{fqn:?} is not of the kind that was planned"))),
+            (Entry::Tensor(_), None) => {
+                return Err(PlanError::NotAnObject { fqn: fqn.to_string() }.into());
+            }
+            _ => return Err(PlanError::NotATensor { fqn: fqn.to_string() }.into()),
         };
         let known = placement.and_then(|placement| {
             Some((placement, metadata.file(placement.file)?, metadata.encoding(&placement)?))
@@ -123,7 +128,12 @@ impl Blob {
                     .relative_to(offsets)
                     .filter(|inside| whole.is_some_and(|whole| whole.contains(inside)));
                 let Some(inside) = inside else {
-                    return Err(wire(format!("{region} is not in a chunk of {:?}", self.fqn)));
+                    return Err(PlanError::Outside {
+                        fqn: self.fqn.to_string(),
+                        region: region.to_string(),
+                        bounds: format!("its chunk at {} of sizes {sizes}", Dims::from(offsets)),
+                    }
+                    .into());
                 };
                 let byte_len = inside.volume().saturating_mul(dtype.size() as u64);
                 targets.push(Target { item: item.clone(), region: inside, byte_len });
@@ -133,7 +143,7 @@ impl Blob {
                 items.push(item.clone());
                 Ok(self.placement.byte_len)
             }
-            _ => Err(wire(format!("{:?} is not of the kind that was planned", self.fqn))),
+            _ => Err(PlanError::NotAnObject { fqn: self.fqn.to_string() }.into()),
         }
     }
 
@@ -236,8 +246,4 @@ impl Target {
         }
         .into())
     }
-}
-
-fn wire(problem: String) -> CheckpointError {
-    PlanError::Wire { problem }.into()
 }

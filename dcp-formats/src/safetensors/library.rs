@@ -69,12 +69,12 @@ pub fn from_safetensors(
 ///
 /// # Errors
 ///
-/// [`PlanError::Unsupported`] with the key of a value that is no whole tensor in host memory, or
+/// [`PlanError::NotStorable`] with the key of a value that is no whole tensor in host memory, or
 /// whose dtype the format lacks; when memory is lent for writing.
 pub fn to_safetensors(state: &StateDict) -> Result<Vec<(String, LibraryTensor)>, CheckpointError> {
     let tensor = |(key, value): (&dcp_core::Value, &dcp_core::Value)| {
         let name = key.as_str().unwrap_or_default();
-        let refuse = |problem: &str| PlanError::Unsupported {
+        let refuse = |problem: &str| PlanError::NotStorable {
             fqn: name.to_owned(),
             problem: problem.to_owned(),
         };

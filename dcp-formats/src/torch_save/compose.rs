@@ -69,14 +69,14 @@ pub(super) fn compose(
     });
     let kept = match graphs {
         Some(graphs) => {
-            let pickle = graphs.pickle().map_err(|error| unsupported("", &error))?;
+            let pickle = graphs.pickle().map_err(|error| not_storable("", &error))?;
             Some(Kept { graphs, pickle, numbers: HashMap::new() })
         }
         None => None,
     };
     let mut composer = Composer { items, storages: &mut storages, kept };
     composer.tree(&mut writer, &tree)?;
-    let pickle = writer.finish().map_err(|error| unsupported("", &error))?;
+    let pickle = writer.finish().map_err(|error| not_storable("", &error))?;
     Ok(Composed { pickle, storages: storages.all })
 }
 
@@ -115,7 +115,7 @@ impl Composer<'_> {
 
     fn item(&mut self, writer: &mut Writer, position: usize) -> Result<(), PlanError> {
         let Some(item) = self.items.get(position) else { return Ok(()) };
-        let named = |error: FormatError| unsupported(&item.name, &error);
+        let named = |error: FormatError| not_storable(&item.name, &error);
         match &item.content {
             TorchSaveContent::Kept { graphs, fqn } => self.kept(writer, graphs, fqn).map_err(named),
             TorchSaveContent::Object(value) => writer.value(value, self.storages).map_err(named),
@@ -124,7 +124,7 @@ impl Composer<'_> {
                 let source = match same_as {
                     None => position,
                     Some(other) => self.tied(*other, &layout).map_err(|problem| {
-                        PlanError::Unsupported { fqn: item.name.to_string(), problem }
+                        PlanError::NotStorable { fqn: item.name.to_string(), problem }
                     })?,
                 };
                 let number = self.storages.of_item(source, &layout);
@@ -190,8 +190,8 @@ impl Composer<'_> {
     }
 }
 
-fn unsupported(fqn: &str, error: &FormatError) -> PlanError {
-    PlanError::Unsupported { fqn: fqn.to_owned(), problem: error.problem().to_owned() }
+fn not_storable(fqn: &str, error: &FormatError) -> PlanError {
+    PlanError::NotStorable { fqn: fqn.to_owned(), problem: error.problem().to_owned() }
 }
 
 /// The storages of a new file.

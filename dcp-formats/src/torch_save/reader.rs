@@ -312,20 +312,30 @@ impl TorchSaveReader {
         item: &ReadItem,
         sink: &dyn DataSink,
     ) -> Result<ReadReport, CheckpointError> {
+        let fqn = index.metadata.entry_name(item.entry as usize);
         let ReadKind::Tensor { region, .. } = &item.kind else {
-            return Err(unplanned("an object was requested, it is a tensor"));
+            return Err(PlanError::NotAnObject { fqn: fqn.into_owned() }.into());
         };
         let whole = Region::full(layout.sizes().clone());
         if !whole.is_ok_and(|whole| whole.contains(region)) {
-            return Err(unplanned("a region outside of the tensor was requested"));
+            return Err(PlanError::Outside {
+                fqn: fqn.into_owned(),
+                region: region.to_string(),
+                bounds: format!("shape {}", layout.sizes()),
+            }
+            .into());
         }
         let view = sink.destination(item)?;
         let bytes_needed = region.volume().saturating_mul(layout.dtype().size() as u64);
         if view.shape() != region.sizes() || view.byte_len() != bytes_needed {
-            return Err(unplanned("the memory for it has another shape or element size"));
+            return Err(PlanError::DestinationShape {
+                fqn: fqn.into_owned(),
+                region: region.to_string(),
+                shape: format!("{} in {} bytes", view.shape(), view.byte_len()),
+            }
+            .into());
         }
         let (storage, key) = (&*self.storage, &self.key);
-        let fqn = index.metadata.entry_name(item.entry as usize);
         let order = index.contents.byte_order;
         let bytes_read = match record.method {
             Method::Stored => {
@@ -361,7 +371,7 @@ impl StorageReader for TorchSaveReader {
         let mut total = ReadReport::default();
         for item in &plan.items {
             let Some((fqn, entry)) = metadata.at(item.entry as usize) else {
-                return Err(unplanned(format!("there is no entry {}", item.entry)));
+                return Err(PlanError::NoEntry { entry: item.entry.into(), chunk: None }.into());
             };
             let leaf = index.metadata.index_of(fqn).and_then(|at| index.leaves.get(at));
             let named = |error| self.name(fqn, error);
@@ -395,7 +405,10 @@ impl StorageReader for TorchSaveReader {
                     let read = std::mem::take(&mut objects.bytes_read);
                     ReadReport::new(read, read)
                 }
-                _ => return Err(unplanned(format!("{fqn:?} is not in the file as planned"))),
+                (Some(_), _) => return Err(PlanError::NotATensor { fqn: fqn.to_string() }.into()),
+                (None, _) => {
+                    return Err(PlanError::Missing { fqns: vec![fqn.to_string()] }.into());
+                }
             };
             total.bytes_needed += report.bytes_needed;
             total.bytes_read += report.bytes_read;
@@ -428,10 +441,6 @@ impl TorchSaveReader {
             other => other,
         }
     }
-}
-
-fn unplanned(problem: impl Into<String>) -> CheckpointError {
-    PlanError::Wire { problem: problem.into() }.into()
 }
 
 impl fmt::Debug for TorchSaveReader {

@@ -38,12 +38,12 @@ impl Tree {
                     &whole
                 }
             };
-            let refuse = |problem: &str| PlanError::Unsupported {
+            let refuse = |problem: &str| PlanError::PathConflict {
                 fqn: item.name.to_string(),
                 problem: problem.to_owned(),
             };
             if path.len() > DEPTH_MAX {
-                return Err(refuse("its path has too many steps"));
+                return Err(PlanError::TooDeep { fqn: item.name.to_string(), limit: DEPTH_MAX });
             }
             if !matches!(path.first(), Some(PathItem::Key(_))) {
                 return Err(refuse("its path does not begin with a key"));
@@ -56,9 +56,9 @@ impl Tree {
                     None => Self::Item(position),
                 };
                 let vacant;
-                (place, vacant) = place
-                    .entry(step, new, &mut padding)
-                    .ok_or_else(|| refuse("its path goes through what is no such container"))?;
+                (place, vacant) = place.entry(step, new, &mut padding).ok_or_else(|| {
+                    refuse("a step leads through a value that is not a container of that kind")
+                })?;
                 if next.is_none() && !vacant {
                     return Err(refuse("something else has the same place"));
                 }

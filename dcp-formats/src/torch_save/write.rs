@@ -298,7 +298,7 @@ fn refuse_nested(key: &Key, pickle: &[u8]) -> Result<(), PlanError> {
     }
     let problem = "it would hold a nested tensor, which PyTorch cannot load from the form of \
                    before 1.6; write the zip form, or leave the tensor out";
-    Err(PlanError::Unsupported { fqn: key.to_string(), problem: problem.to_owned() })
+    Err(PlanError::NotStorable { fqn: key.to_string(), problem: problem.to_owned() })
 }
 
 /// The archive name that PyTorch derives from the file name.

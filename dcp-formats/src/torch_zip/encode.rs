@@ -2,6 +2,7 @@
 
 use bytes::{BufMut, Bytes, BytesMut};
 use dcp_core::FormatError;
+use dcp_core::digest::fnv1a_64;
 
 use super::{
     ALIGNMENT, CENTRAL_ENTRY, CENTRAL_ENTRY_LEN, DESCRIPTOR, END, END_LEN, LOCAL_HEADER,
@@ -245,8 +246,8 @@ impl ArchiveEncoder {
             Content::SerializationId => 0,
         };
         let mut crcs: Vec<u32> = self.slots.iter().map(crc32_of).collect();
-        let names = fnv1a(self.slots.iter().flat_map(|slot| slot.name.bytes()));
-        let content = fnv1a(crcs.iter().flat_map(|crc| crc.to_le_bytes()));
+        let names = fnv1a_64(self.slots.iter().flat_map(|slot| slot.name.bytes()));
+        let content = fnv1a_64(crcs.iter().flat_map(|crc| crc.to_le_bytes()));
         let serialization_id = format!("{names:020}{content:020}");
 
         let mut out = BytesMut::new();
@@ -424,12 +425,6 @@ fn pair(slots: &[Slot]) -> Option<&[Slot; 2]> {
 /// The value, or the mark of a value in the zip64 field.
 fn saturated(value: u64) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)
-}
-
-fn fnv1a(bytes: impl Iterator<Item = u8>) -> u64 {
-    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    })
 }
 
 fn too_long() -> FormatError {

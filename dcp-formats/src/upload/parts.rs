@@ -113,12 +113,11 @@ impl<'a> Parts<'a> {
         let end = self.segment_end(done, byte_len);
         let payload = self.pending.next().await.transpose()?.unwrap_or_default();
         if payload.len() != end - done {
-            return Err(PlanError::Unsupported {
+            return Err(PlanError::SourceLength {
                 fqn: self.framing.name(self.position).to_owned(),
-                problem: format!(
-                    "bytes {done}..{end} of {byte_len} were requested, the source gave {}",
-                    payload.len()
-                ),
+                requested: done..end,
+                byte_len,
+                returned: payload.len(),
             }
             .into());
         }

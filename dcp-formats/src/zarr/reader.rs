@@ -341,8 +341,12 @@ fn fill_in(
     let ReadKind::Tensor { region, .. } = &item.kind else { return Ok(()) };
     let view = sink.destination(item)?;
     if view.shape() != region.sizes() {
-        let problem = format!("the memory for {region} has shape {}", view.shape());
-        return Err(PlanError::Wire { problem }.into());
+        return Err(PlanError::DestinationShape {
+            fqn: metadata.entry_name(item.entry as usize).into_owned(),
+            region: region.to_string(),
+            shape: view.shape().to_string(),
+        }
+        .into());
     }
     let fqn = metadata.entry_name(item.entry as usize);
     for run in view.runs() {

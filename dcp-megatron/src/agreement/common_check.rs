@@ -1,8 +1,8 @@
 //! Compares the common states of ranks.
 
+use dcp_core::digest::Sha256;
 use dcp_core::value::{Dict, Object};
 use dcp_core::{PlanError, Value};
-use sha2::{Digest as _, Sha256};
 
 use crate::error::CommonDifference;
 use crate::sharded::step;
@@ -11,7 +11,7 @@ use crate::sharded::step;
 pub(crate) fn digest(common: &Dict) -> Result<[u8; 32], PlanError> {
     let mut hasher = Sha256::new();
     hash_dict(common, &mut hasher)?;
-    Ok(hasher.finalize().into())
+    Ok(hasher.finish())
 }
 
 fn hash_dict(dict: &Dict, hasher: &mut Sha256) -> Result<(), PlanError> {
@@ -19,7 +19,7 @@ fn hash_dict(dict: &Dict, hasher: &mut Sha256) -> Result<(), PlanError> {
         let mut entry = Sha256::new();
         hash_value(key, &mut entry)?;
         hash_value(value, &mut entry)?;
-        Ok(entry.finalize().into())
+        Ok(entry.finish())
     });
     let mut entries = entries.collect::<Result<Vec<[u8; 32]>, PlanError>>()?;
     entries.sort_unstable();
@@ -47,8 +47,7 @@ fn hash_value(value: &Value, hasher: &mut Sha256) -> Result<(), PlanError> {
         leaf => {
             let bytes = leaf.to_wire()?;
             hasher.update(b"leaf");
-            hasher.update((bytes.len() as u64).to_le_bytes());
-            hasher.update(&bytes);
+            hasher.update_with_length(&bytes);
             Ok(())
         }
     }

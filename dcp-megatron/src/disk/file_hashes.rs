@@ -1,15 +1,14 @@
 //! SHA-256 hashes of the files of a checkpoint, for `integrity.json`.
 
 use std::collections::{BTreeMap, HashSet};
-use std::fmt::Write as _;
 
 use bytes::Bytes;
+use dcp_core::digest::{Sha256, hex, sha256};
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{CheckpointError, FormatError, Key, Storage};
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use indexmap::IndexMap;
 use serde::Serialize;
-use sha2::{Digest as _, Sha256};
 use tokio::runtime::Handle;
 
 use crate::disk::config::METADATA_JSON;
@@ -57,7 +56,7 @@ pub(crate) async fn manifest(
     let known = known.into_iter().filter(|(key, _)| there.contains(key));
     let hashed = hashes(storage, keys).await?.into_iter().chain(known);
     let mut files: Vec<_> = hashed.map(|(key, hash)| (key.to_string(), hex(&hash))).collect();
-    files.push((METADATA_JSON.to_owned(), hex(&Sha256::digest(metadata_json))));
+    files.push((METADATA_JSON.to_owned(), hex(&sha256(metadata_json))));
     files.sort_unstable();
     let manifest = Manifest { algorithm: "sha256", files: files.into_iter().collect() };
     let json = serde_json::to_vec_pretty(&manifest)
@@ -90,7 +89,7 @@ pub(crate) async fn hash(
     while let Some(part) = parts.next().await {
         hasher = update(hasher, part?).await?;
     }
-    Ok(hasher.finalize().into())
+    Ok(hasher.finish())
 }
 
 /// Hashes some more bytes where other tasks need not wait for it.
@@ -107,12 +106,4 @@ async fn update(mut hasher: Sha256, bytes: Bytes) -> Result<Sha256, CheckpointEr
             .map_err(|error| CheckpointError::Plugin(Box::new(error))),
         Err(_) => Ok(work()),
     }
-}
-
-pub(crate) fn hex(digest: &[u8]) -> String {
-    digest.iter().fold(String::new(), |mut text, byte| {
-        // Writing to a `String` does not fail.
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
 }

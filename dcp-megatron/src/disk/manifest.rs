@@ -12,7 +12,8 @@ use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::Value as Json;
 
 use crate::disk::config::METADATA_JSON;
-use crate::disk::file_hashes::{INTEGRITY_FILE, hash, hex, manifest};
+use crate::disk::file_hashes::{INTEGRITY_FILE, hash, manifest};
+use dcp_core::digest::hex;
 
 /// A longer manifest than any: a million files, in bytes.
 const BYTES_MAX: u64 = 256 << 20;

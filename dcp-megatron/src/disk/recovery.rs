@@ -7,19 +7,18 @@
 //! replacement of `.metadata` is the commit.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::digest::sha256;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadInto,
-    ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
+    FolderEntry, FolderStream, ObjectMeta, ObjectStream, ReadInto, ReadOutcome, ReadRequest,
+    WholeObject,
 };
 use dcp_core::wire::{MessageReader, MessageWriter};
-use dcp_core::{Key, Payload, PlanError, Storage, StorageError, StorageErrorKind};
+use dcp_core::{Key, PlanError, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, stream};
-use sha2::{Digest as _, Sha256};
 
 use crate::disk::common_state::COMMON_FILE;
 use crate::disk::config::METADATA_JSON;
@@ -47,7 +46,7 @@ pub(crate) struct Fixed {
 }
 
 pub(crate) fn digest(metadata: &[u8]) -> [u8; 32] {
-    Sha256::digest(metadata).into()
+    sha256(metadata)
 }
 
 /// The record of these.
@@ -69,8 +68,10 @@ fn decode(bytes: &[u8]) -> Result<Vec<Fixed>, PlanError> {
     let mut input = MessageReader::new(bytes, MAGIC)?;
     let mut all = Vec::new();
     for _ in 0..input.count()? {
-        let metadata = <[u8; 32]>::try_from(input.bytes()?)
-            .map_err(|_| PlanError::Wire { problem: "no SHA-256".into() })?;
+        let metadata = <[u8; 32]>::try_from(input.bytes()?).map_err(|_| PlanError::Message {
+            message: "the record of an overwrite".to_owned(),
+            problem: "a SHA-256 is not 32 bytes long".to_owned(),
+        })?;
         let json = Bytes::copy_from_slice(input.bytes()?);
         let mut file = || {
             let is_there = input.number()? != 0;
@@ -164,9 +165,9 @@ fn absent(op: StorageOp, key: &Key) -> StorageError {
 
 #[async_trait]
 impl Storage for Recovered {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    dcp_core::forward_storage!(
+        inner: capabilities, put, start_upload, delete, claim, remove_leftovers
+    );
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         match self.find(key.as_str()) {
@@ -213,23 +214,6 @@ impl Storage for Recovered {
         }
     }
 
-    async fn put(
-        &self,
-        key: &Key,
-        payload: Payload,
-        mode: PutMode,
-    ) -> Result<ObjectMeta, StorageError> {
-        self.inner.put(key, payload, mode).await
-    }
-
-    async fn start_upload(
-        &self,
-        key: &Key,
-        options: UploadOptions,
-    ) -> Result<Box<dyn Upload>, StorageError> {
-        self.inner.start_upload(key, options).await
-    }
-
     fn list(&self, folder: Option<&Key>) -> ObjectStream {
         let inner = self.inner.list(folder);
         if folder.is_some() {
@@ -259,22 +243,6 @@ impl Storage for Recovered {
         });
         let kept = self.kept().into_iter().map(|meta| meta.map(FolderEntry::Object));
         Box::pin(stream::iter(kept).chain(others))
-    }
-
-    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
-        self.inner.delete(keys).await
-    }
-
-    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
-        self.inner.claim(key).await
-    }
-
-    async fn remove_leftovers(
-        &self,
-        folder: Option<&Key>,
-        min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        self.inner.remove_leftovers(folder, min_age).await
     }
 }
 

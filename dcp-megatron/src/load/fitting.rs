@@ -148,10 +148,8 @@ impl LoadPlanner for Clip {
                 continue;
             }
             let full = |shape: &Dims| {
-                Region::full(shape.clone()).map_err(|error| PlanError::Unsupported {
-                    fqn: leaf.fqn.to_string(),
-                    problem: error.to_string(),
-                })
+                Region::full(shape.clone())
+                    .map_err(|error| PlanError::from(error).with_fqn(&*leaf.fqn))
             };
             let whole = full(&entry.shape)?;
             let nothing = full(&Dims::zeros(shape.ndim()))?;

@@ -375,7 +375,7 @@ fn judge(
 ) -> Result<Verdict, MegatronError> {
     let mut verdict = Verdict::default();
     let mut descriptions = Vec::with_capacity(offers.len());
-    let mut casts: BTreeMap<Arc<str>, usize> = BTreeMap::new();
+    let mut casts: BTreeMap<Arc<str>, (dcp_core::Rank, usize)> = BTreeMap::new();
     let (mut unexpected, mut conflict) = (BTreeSet::new(), None);
     let mut opened = None;
     for (rank, offer) in (0_u32..).zip(offers) {
@@ -395,15 +395,16 @@ fn judge(
         }
         unexpected.extend(offer.unexpected);
         for (key, code) in offer.casts {
-            let first = *casts.entry(Arc::clone(&key)).or_insert(code);
+            let (left_rank, first) = *casts.entry(Arc::clone(&key)).or_insert((rank, code));
             if first != code && conflict.is_none() {
                 let name = |code: usize| DType::ALL.get(code).map_or("unknown", |d| d.name());
-                let problem = format!(
-                    "rank {rank} requests it as {}, another rank as {}; all must request the same",
-                    name(code),
-                    name(first)
-                );
-                conflict = Some(PlanError::Unsupported { fqn: key.to_string(), problem });
+                conflict = Some(PlanError::Disagreement {
+                    fqn: key.to_string(),
+                    left: format!("requested as {}", name(first)),
+                    left_rank,
+                    right: format!("requested as {}", name(code)),
+                    right_rank: rank,
+                });
             }
         }
         if !description.is_empty() {
@@ -437,8 +438,10 @@ fn judge(
         return Err(conflict.into());
     }
     let dtype = |key: &str| Some(stored.get(key)?.as_tensor()?.dtype);
-    casts.retain(|key, code| dtype(key).is_some_and(|dtype| DType::ALL.get(*code) != Some(&dtype)));
-    verdict.casts = casts.into_iter().collect();
+    casts.retain(|key, (_, code)| {
+        dtype(key).is_some_and(|dtype| DType::ALL.get(*code) != Some(&dtype))
+    });
+    verdict.casts = casts.into_iter().map(|(key, (_, code))| (key, code)).collect();
     Ok(verdict)
 }
 
@@ -448,7 +451,7 @@ fn split(message: &[u8]) -> Option<(&[u8], &[u8])> {
 }
 
 fn wire(problem: &dyn fmt::Display) -> PlanError {
-    PlanError::Wire { problem: format!("a rank's request: {problem}") }
+    PlanError::Message { message: "the request of a rank".to_owned(), problem: problem.to_string() }
 }
 
 impl Own {

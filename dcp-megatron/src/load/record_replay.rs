@@ -15,12 +15,10 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::error::{Phase, StorageOp};
 use dcp_core::storage::{
-    Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadInto,
-    ReadOutcome, ReadRequest, Upload, UploadOptions, Version, WholeObject,
+    FolderEntry, FolderStream, ObjectMeta, ObjectStream, ReadInto, ReadOutcome, ReadRequest,
+    Version, WholeObject,
 };
-use dcp_core::{
-    CheckpointMetadata, Key, Payload, PlanError, Storage, StorageError, StorageErrorKind,
-};
+use dcp_core::{CheckpointMetadata, Key, PlanError, Storage, StorageError, StorageErrorKind};
 use dcp_engine::Group;
 use futures_util::{Stream, StreamExt as _, TryStreamExt as _, stream};
 use serde::{Deserialize, Serialize};
@@ -261,7 +259,10 @@ fn key(name: String) -> Result<Key, PlanError> {
 }
 
 fn bad(problem: &dyn std::fmt::Display) -> PlanError {
-    PlanError::Wire { problem: format!("what rank 0 read of the checkpoint: {problem}") }
+    PlanError::Message {
+        message: "what rank 0 read of the checkpoint".to_owned(),
+        problem: problem.to_string(),
+    }
 }
 
 /// A storage that records or replays until [`finish`](Self::finish), and then forwards to `inner`.
@@ -343,9 +344,9 @@ fn lock(mode: &Mutex<Mode>) -> MutexGuard<'_, Mode> {
 
 #[async_trait]
 impl Storage for RecordedStorage {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    dcp_core::forward_storage!(
+        inner: capabilities, put, start_upload, delete, remove_leftovers, claim
+    );
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         if let Some(recording) = self.replayed()
@@ -412,23 +413,6 @@ impl Storage for RecordedStorage {
         found
     }
 
-    async fn put(
-        &self,
-        key: &Key,
-        payload: Payload,
-        mode: PutMode,
-    ) -> Result<ObjectMeta, StorageError> {
-        self.inner.put(key, payload, mode).await
-    }
-
-    async fn start_upload(
-        &self,
-        key: &Key,
-        options: UploadOptions,
-    ) -> Result<Box<dyn Upload>, StorageError> {
-        self.inner.start_upload(key, options).await
-    }
-
     fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
         let folder = folder.cloned();
         if let Some(listed) =
@@ -449,21 +433,5 @@ impl Storage for RecordedStorage {
         }
         let listing = self.inner.list(folder.as_ref());
         self.recording(listing, |recording, listed| drop(recording.lists.insert(folder, listed)))
-    }
-
-    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
-        self.inner.delete(keys).await
-    }
-
-    async fn remove_leftovers(
-        &self,
-        folder: Option<&Key>,
-        min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        self.inner.remove_leftovers(folder, min_age).await
-    }
-
-    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
-        self.inner.claim(key).await
     }
 }

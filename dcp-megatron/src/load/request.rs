@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use dcp_core::text::Quoted;
 use dcp_core::value::Dict;
 use dcp_core::{
     CheckpointMetadata, DType, Dims, HostMemory, PlanError, Region, Shard, StateDict, Tensor,
@@ -11,7 +12,7 @@ use dcp_core::{
 use dcp_formats::torch_save::decode_only_item;
 
 use crate::error::MegatronError;
-use crate::save::prepare::{boxes_of_range, of, one_name};
+use crate::save::prepare::{boxes_of_range, one_name};
 use crate::sharded::{
     ShardError, ShardedLeaf, ShardedStateDict, ShardedTensor, ShardedValue, sharded_leaves,
     to_values,
@@ -71,7 +72,7 @@ impl Request {
         }
         for wanted in &tensors {
             let tensor = Tensor::sharded(wanted.dtype, wanted.shape.clone(), wanted.shards.clone());
-            let tensor = tensor.map_err(|error| of(&wanted.key, error))?;
+            let tensor = tensor.map_err(|error| error.with_fqn(&*wanted.key))?;
             if flat.insert(Arc::clone(&wanted.key), tensor).is_some() {
                 return Err(one_name(&wanted.key).into());
             }
@@ -163,11 +164,11 @@ impl Wanted {
             return Ok(());
         }
         let (dtype, shape) = (tensor.dtype(), tensor.global_shape());
-        let problem = format!(
-            "this rank requests it as {} of shape {} and as {dtype} of shape {shape}",
-            self.dtype, self.shape
-        );
-        Err(PlanError::Unsupported { fqn: self.key.to_string(), problem })
+        Err(PlanError::RequestedTwice {
+            fqn: self.key.to_string(),
+            first: format!("{} of shape {}", self.dtype, self.shape),
+            second: format!("{dtype} of shape {shape}"),
+        })
     }
 }
 
@@ -182,32 +183,30 @@ fn memory(tensor: &ShardedTensor) -> Result<TensorView, MegatronError> {
     };
     // The volume of all of the tensor was counted when it was built.
     let bytes = shape.checked_volume().unwrap_or(0).checked_mul(tensor.dtype().size() as u64);
-    let bytes = bytes.and_then(|bytes| usize::try_from(bytes).ok());
-    let memory = bytes.and_then(HostMemory::try_zeroed);
-    let memory = memory.ok_or_else(|| PlanError::Unsupported {
-        fqn: tensor.key().to_string(),
-        problem: format!("a shard of {} does not fit in memory", tensor.local_shape()),
+    let memory = bytes.and_then(|bytes| usize::try_from(bytes).ok());
+    let memory = memory.and_then(HostMemory::try_zeroed).ok_or_else(|| PlanError::OutOfMemory {
+        what: format!("a shard of {}", Quoted(tensor.key())),
+        byte_len: bytes.unwrap_or(u64::MAX),
     })?;
     let view = TensorView::contiguous(memory, tensor.dtype(), shape, 0);
-    Ok(view.map_err(|error| of(tensor.key(), error))?)
+    Ok(view.map_err(|error: PlanError| error.with_fqn(&**tensor.key()))?)
 }
 
 /// The regions of the whole tensor to read into `view`.
 fn shards(tensor: &ShardedTensor, view: &TensorView) -> Result<Vec<Shard>, MegatronError> {
-    let named = |error| of(tensor.key(), error);
+    let named = |error: PlanError| error.with_fqn(&**tensor.key());
     let Some(range) = tensor.flattened_range() else {
         let data = tensor.clone().with_data(view.clone())?.global_data();
-        let data = data.ok_or_else(|| PlanError::Unsupported {
-            fqn: tensor.key().to_string(),
-            problem: "its memory cannot be seen as a part of the whole".to_owned(),
+        let data = data.ok_or_else(|| PlanError::InvalidTensor {
+            fqn: Some(tensor.key().to_string()),
+            problem: "its memory is not a part of the whole tensor".to_owned(),
         })?;
         return Ok(vec![Shard::with_view(tensor.region().clone(), data).map_err(named)?]);
     };
     let boxes = boxes_of_range(tensor.region(), range.start, range.end);
     let shards = boxes.into_iter().map(|(first, region)| {
-        let part = Region::new([first], [region.volume()]).map_err(|error| {
-            PlanError::Unsupported { fqn: tensor.key().to_string(), problem: error.to_string() }
-        })?;
+        let part = Region::new([first], [region.volume()]);
+        let part = part.map_err(|error| named(error.into()))?;
         let data = view.narrow(&part).and_then(|part| part.reshape(region.sizes().clone()));
         Shard::with_view(region, data.map_err(named)?).map_err(named)
     });

@@ -8,9 +8,9 @@ use async_trait::async_trait;
 use dcp_convert::cast::{CastOptions, Caster};
 use dcp_convert::read::{TensorReader, read_object};
 use dcp_convert::{ConvertError, Source};
+use dcp_core::digest::Sha256;
 use dcp_core::metadata::{Entry, Layout, TensorEntry};
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, Key, Region, Value};
-use sha2::{Digest, Sha256};
 
 use super::check::cast;
 use super::keys::{BucketKey, BufferKey, GroupKey, GroupObjectKey, StateKind};
@@ -270,6 +270,6 @@ impl Elements for Masters {
             hash.update(self.read(bucket, at..end).await?);
             at = end;
         }
-        Ok(hash.finalize().into())
+        Ok(hash.finish())
     }
 }

@@ -324,8 +324,8 @@ impl Walker<'_> {
 #[cfg(test)]
 mod tests {
     use dcp_core::Region;
+    use dcp_core::digest::sha256;
     use proptest::prelude::*;
-    use sha2::{Digest, Sha256};
 
     use super::*;
     use crate::optimizer::layout::{FlatBucket, FlatLayoutOptions, FlatParam, flat_layout};
@@ -345,7 +345,7 @@ mod tests {
             bucket: usize,
             range: Range<u64>,
         ) -> Result<[u8; 32], CheckpointError> {
-            Ok(Sha256::digest(self.read(bucket, range).await?).into())
+            Ok(sha256(self.read(bucket, range).await?))
         }
     }
 
@@ -360,7 +360,7 @@ mod tests {
             part: (0, 1),
         };
         let print = |bytes: &Vec<u8>| {
-            let (elements, digest) = (bytes.len() as u64, Sha256::digest(bytes).into());
+            let (elements, digest) = (bytes.len() as u64, sha256(bytes));
             let head = bytes[..bytes.len().min(HEAD as usize)].to_vec();
             (head.into(), Fingerprint { elements, digest })
         };
@@ -381,8 +381,7 @@ mod tests {
     }
 
     fn found(known: &Known, shapes: &[BucketShape], buckets: Vec<Vec<u8>>) -> Walked {
-        let run = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        run.block_on(walk(known, shapes, &InMemory(buckets))).unwrap()
+        dcp_testing::block_on(walk(known, shapes, &InMemory(buckets))).unwrap()
     }
 
     fn places(walked: &Walked) -> Vec<(usize, Range<u64>)> {

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use bytes::Bytes;
 use dcp_convert::Source;
 use dcp_convert::read::TensorReader;
+use dcp_core::digest::Sha256;
 use dcp_core::metadata::TensorEntry;
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, Dims, Region};
 use futures_util::{StreamExt, TryStreamExt, stream};
-use sha2::{Digest, Sha256};
 
 use super::keys::model_tensors;
 use super::registration::{ParamPlace, layer_in_name};
@@ -227,7 +227,7 @@ pub(super) async fn know(
                     at = end;
                 }
             }
-            let (elements, digest) = (param.elements, hash.finalize().into());
+            let (elements, digest) = (param.elements, hash.finish());
             Ok::<_, CheckpointError>((Bytes::from(head), Fingerprint { elements, digest }))
         })
         .buffered(parallelism.max(1))

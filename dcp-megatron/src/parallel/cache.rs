@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use dcp_core::digest::sha256;
 use dcp_core::error::error_chain;
 use dcp_core::storage::{PutMode, StorageExt};
 use dcp_core::{FormatError, Key, Payload, Rank, Storage, StorageError, StorageErrorKind};
-use sha2::{Digest, Sha256};
 
 use super::inventory::{Fingerprint, pack, unpack};
 
@@ -107,7 +107,7 @@ impl CachedDistribution {
         let damaged = || bad("it is damaged");
         let rest = bytes.strip_prefix(MAGIC).ok_or_else(|| bad("it is of another version"))?;
         let (sum, body) = rest.split_first_chunk::<32>().ok_or_else(damaged)?;
-        if Sha256::digest(body)[..] != sum[..] {
+        if sha256(body) != *sum {
             return Err(damaged());
         }
         let (group, columns) = body.split_first_chunk().ok_or_else(damaged)?;
@@ -123,7 +123,7 @@ impl CachedDistribution {
             body.extend_from_slice(&(owned.len() as u64).to_le_bytes());
             body.extend(pack(owned));
         }
-        [MAGIC, &*Sha256::digest(&body), &body].concat().into()
+        [&MAGIC[..], &sha256(&body), &body].concat().into()
     }
 }
 

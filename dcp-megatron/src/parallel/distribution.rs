@@ -120,7 +120,7 @@ pub(super) fn distribute_different(
             let all = (0..world_size).zip(ranks).filter(|(_, (list, _))| holds(*list));
             holdings.holders(all.map(|(rank, _)| rank))
         });
-        let no_rank = || PlanError::Wire { problem: "shards of no rank".into() };
+        let no_rank = || PlanError::OutOfStep { problem: "no rank has the shard".into() };
         holdings.push(holders.ok_or_else(no_rank)?, shard.byte_len, shard.main.is_none());
     }
     let shares = holdings.share_out(rule);
@@ -197,16 +197,11 @@ fn merge(
             let shard = &mut shards[*shard];
             let before = shard.main.replace(rank);
             if let Some(first) = before.filter(|_| purpose == Purpose::Save && shard.byte_len > 0) {
-                let ranks = match first == rank {
-                    true => format!("rank {rank} has it twice"),
-                    false => format!("ranks {first} and {rank} have it"),
-                };
-                return Err(PlanError::Unsupported {
+                return Err(PlanError::MainReplica {
                     fqn: shard.key.to_string(),
-                    problem: format!(
-                        "of the shard at {:?} there must be one main replica, but {ranks}",
-                        shard.offset
-                    ),
+                    offset: format!("{:?}", shard.offset),
+                    first,
+                    second: rank,
                 });
             }
         }
@@ -346,11 +341,11 @@ mod tests {
         let error = save(&[shards(4, &[false]), shards(4, &[true]), shards(4, &[true])]);
         assert_eq!(
             error.unwrap_err().to_string(),
-            "\"x\" cannot be planned: of the shard at [100] there must be one main replica, but \
-             ranks 1 and 2 have it"
+            "of the shard of \"x\" at [100] there must be one main replica, but \
+             ranks 1 and 2 have it; give one of them another replica id"
         );
         let error = save(&[shards(4, &[true, true])]).unwrap_err().to_string();
-        assert!(error.ends_with("rank 0 has it twice"), "{error}");
+        assert!(error.contains("rank 0 has it twice"), "{error}");
         assert!(save(&[shards(0, &[true]), shards(0, &[true])]).is_ok(), "nothing is lost");
         let group = [shards(4, &[true]), shards(4, &[true])];
         assert!(distribute(&group, ShareRule::Megatron, Purpose::Load).is_ok());

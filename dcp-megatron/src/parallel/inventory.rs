@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use dcp_core::digest::Sha256;
 use dcp_core::plan::{PlanKey, SavePlan, TensorSpec};
 use dcp_core::{DType, Dims, PlanError, Region};
-use sha2::{Digest, Sha256};
 
 use crate::error::MegatronError;
 use crate::sharded::ShardedTensor;
@@ -37,9 +37,9 @@ impl Inventory {
         let mut keys: HashMap<(Arc<str>, DType, Dims), usize> = HashMap::new();
         for tensor in tensors {
             if tensor.flattened_range().is_some() {
-                return Err(PlanError::Unsupported {
-                    fqn: tensor.key().to_string(),
-                    problem: "it is a flattened shard; give its logical box".into(),
+                return Err(PlanError::InvalidTensor {
+                    fqn: Some(tensor.key().to_string()),
+                    problem: "it is a flattened shard; pass the shard with its region".into(),
                 }
                 .into());
             }
@@ -101,7 +101,10 @@ impl Inventory {
         bytes: &[u8],
         len: usize,
     ) -> Result<(Vec<bool>, Option<SavePlan>), PlanError> {
-        let bad = || PlanError::Wire { problem: "an inventory that is none".into() };
+        let bad = || PlanError::Message {
+            message: "the shards of a rank".to_owned(),
+            problem: "it ends too early".to_owned(),
+        };
         let (main_len, rest) = bytes.split_first_chunk::<8>().ok_or_else(bad)?;
         let main_len = usize::try_from(u64::from_le_bytes(*main_len)).map_err(|_| bad())?;
         let (main, shards) = rest.split_at_checked(main_len).ok_or_else(bad)?;
@@ -120,12 +123,9 @@ impl Inventory {
 /// The first half of the SHA-256 of all parts.
 pub(super) fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> Fingerprint {
     let mut hash = Sha256::new();
-    for part in parts {
-        hash.update((part.len() as u64).to_le_bytes());
-        hash.update(part);
-    }
+    parts.into_iter().for_each(|part| hash.update_with_length(part));
     let mut half = Fingerprint::default();
-    half.iter_mut().zip(hash.finalize()).for_each(|(to, from)| *to = from);
+    half.iter_mut().zip(hash.finish()).for_each(|(to, from)| *to = from);
     half
 }
 

@@ -380,6 +380,5 @@ impl Lead {
 }
 
 fn out_of_step() -> CheckpointError {
-    PlanError::Wire { problem: "the ranks of the parallelization group are out of step".into() }
-        .into()
+    PlanError::OutOfStep { problem: "ranks of one parallelization group differ".into() }.into()
 }

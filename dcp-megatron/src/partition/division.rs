@@ -95,9 +95,7 @@ impl Division for MegatronDivision {
         self.survey.tensor(fqn, tensor).map_err(|error| match error {
             MegatronError::Convert(error) => error,
             // The requested tensor is none of those that were compared.
-            other => {
-                ConvertError::Unsupported { what: format!("{fqn:?}"), problem: other.to_string() }
-            }
+            other => ConvertError::NotStorable { fqn: fqn.to_owned(), problem: other.to_string() },
         })
     }
 
@@ -392,10 +390,9 @@ impl Survey {
         for chunk in tensor.chunks.iter() {
             let file = chunk.placement.and_then(|placement| self.metadata.file(placement.file));
             let rank = file.and_then(|file| rank_of_file(file.as_str())).unwrap_or(0);
-            let region = chunk.region().map_err(|error| ConvertError::Unsupported {
-                what: "a chunk".to_owned(),
-                problem: error.to_string(),
-            })?;
+            let region = chunk
+                .region()
+                .map_err(|error| ConvertError::from(dcp_core::PlanError::from(error)))?;
             parts.push((rank % self.ranks.world(), region));
         }
         Ok(Held { sharded: true, parts })
@@ -466,10 +463,7 @@ pub(super) fn rank_of_file(name: &str) -> Option<u32> {
 
 fn region(fqn: &str, offsets: Dims, sizes: &Dims) -> Result<Region, MegatronError> {
     Region::new(offsets, sizes.clone()).map_err(|error| {
-        MegatronError::Convert(ConvertError::Unsupported {
-            what: format!("{fqn:?}"),
-            problem: error.to_string(),
-        })
+        MegatronError::Convert(dcp_core::PlanError::from(error).with_fqn(fqn).into())
     })
 }
 

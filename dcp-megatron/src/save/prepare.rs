@@ -75,7 +75,7 @@ pub(crate) fn flat(sharded: &ShardedStateDict) -> Result<StateDict, MegatronErro
         let Some(first) = shards.first() else { continue };
         let parts = shards.iter().map(|shard| to_shard(shard)).collect::<Result<_, _>>()?;
         let tensor = Tensor::sharded(first.dtype(), first.global_shape().clone(), parts);
-        let tensor = tensor.map_err(|error| of(&key, error))?;
+        let tensor = tensor.map_err(|error| error.with_fqn(&*key))?;
         if flat.insert(Arc::clone(&key), tensor).is_some() {
             return Err(one_name(&key).into());
         }
@@ -97,30 +97,16 @@ fn to_shard(tensor: &ShardedTensor) -> Result<Shard, MegatronError> {
     }
     let data = tensor.global_data().ok_or_else(|| without_data(tensor.key()))?;
     let shard = Shard::with_view(tensor.region().clone(), data);
-    Ok(shard.map_err(|error| of(tensor.key(), error))?)
+    Ok(shard.map_err(|error| error.with_fqn(&**tensor.key()))?)
 }
 
 fn without_data(key: &str) -> PlanError {
-    PlanError::Unsupported { fqn: key.to_owned(), problem: "there is no data to save".to_owned() }
+    PlanError::NoData { fqn: key.to_owned() }
 }
 
 /// A tensor is named as the unique key of an object is.
 pub(crate) fn one_name(key: &str) -> PlanError {
-    PlanError::Unsupported {
-        fqn: key.to_owned(),
-        problem: "a tensor and an object have this name; rename one of them".to_owned(),
-    }
-}
-
-/// The error, with the name that the engine's types do not know.
-pub(crate) fn of(key: &str, error: PlanError) -> PlanError {
-    let named = key.to_owned();
-    match error {
-        PlanError::Unsupported { problem, .. } | PlanError::InvalidTensor { problem } => {
-            PlanError::Unsupported { fqn: named, problem }
-        }
-        other => other,
-    }
+    PlanError::DuplicateFqn { fqn: key.to_owned() }
 }
 
 /// The boxes of a block that hold elements `start..end` of it in row-major order, and the element

@@ -44,7 +44,7 @@ impl LocalTensor {
         let whole = Region::full(self.shape.clone()).ok();
         if !whole.is_some_and(|whole| whole.contains(region)) {
             let problem = format!("region {region} is outside shape {}", self.shape);
-            return Err(PlanError::InvalidTensor { problem });
+            return Err(PlanError::InvalidTensor { fqn: None, problem });
         }
         let data = self.data.as_ref().map(|data| data.narrow(region)).transpose()?;
         Ok(Self { dtype: self.dtype, shape: region.sizes().clone(), data })
@@ -60,6 +60,7 @@ impl LocalTensor {
         seen.sort_unstable();
         if !seen.into_iter().eq(0..self.shape.ndim()) {
             return Err(PlanError::InvalidTensor {
+                fqn: None,
                 problem: format!("axes {axes:?} are no order of those of {}", self.shape),
             });
         }

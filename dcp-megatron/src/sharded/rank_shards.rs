@@ -178,9 +178,7 @@ impl RankShards {
     /// When the bytes are no description of this version.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
         Self::receive(bytes).map_err(|error| match error {
-            PlanError::Wire { problem } => {
-                broken(format!("a rank's description of its shards: {problem}"))
-            }
+            PlanError::Message { problem, .. } => broken(problem),
             other => other,
         })
     }
@@ -217,7 +215,10 @@ impl RankShards {
 }
 
 fn broken(problem: impl Into<String>) -> PlanError {
-    PlanError::Wire { problem: problem.into() }
+    PlanError::Message {
+        message: "a rank's description of its shards".to_owned(),
+        problem: problem.into(),
+    }
 }
 
 fn send_kind(out: &mut MessageWriter, kind: &Kind) {

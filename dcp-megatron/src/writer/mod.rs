@@ -326,9 +326,9 @@ impl StorageWriter for MegatronWriter {
         global: &mut GlobalPlan,
     ) -> Result<Vec<WritePlan>, CheckpointError> {
         if global.metadata.get(COMMON_OBJECT).is_some() {
-            let problem = "the common state is an option of the writer, not a planned object";
+            let instead = "the common state is an option of the writer, not a planned object";
             let fqn = COMMON_OBJECT.to_owned();
-            return Err(PlanError::Unsupported { fqn, problem: problem.into() }.into());
+            return Err(PlanError::ReservedName { fqn, instead }.into());
         }
         let mut plans = self.dcp.place(session, locals, global)?;
         // Of a large job, most ranks hold replicas only; an empty file of each would be the most of

@@ -262,7 +262,7 @@ fn ranks_that_cast_other_tensors_see_the_same_checkpoint() {
         block_on(load(&request, &storage, &options)).unwrap_err().to_string()
     });
     assert!(
-        errors[0] == errors[1] && errors[0].contains("all must request the same"),
+        errors[0] == errors[1] && errors[0].contains("on rank 0 but requested as"),
         "{errors:?}"
     );
 }
@@ -406,7 +406,7 @@ fn types_of_other_ranks_count_where_one_of_them_is_the_stored_one() {
         block_on(load(&request, &storage, &options)).unwrap_err().to_string()
     });
     assert!(
-        errors[0] == errors[1] && errors[0].contains("all must request the same"),
+        errors[0] == errors[1] && errors[0].contains("on rank 0 but requested as"),
         "{errors:?}"
     );
 }

@@ -15,7 +15,6 @@ use dcp_megatron::parallel::CachedDistribution;
 use dcp_megatron::sharded::{ObjectKey, RankShards, validate_sharding_integrity};
 use dcp_megatron::{MegatronCheckpoint, MegatronOpenOptions, Tracked};
 use futures_util::FutureExt as _;
-use sha2::{Digest as _, Sha256};
 
 /// Reads a description, checks it with itself, and writes it again.
 pub(crate) fn shards(bytes: &[u8]) {
@@ -47,7 +46,7 @@ pub(crate) fn small_files(bytes: &[u8]) {
 pub(crate) fn cached_distribution(bytes: &[u8]) {
     let (lens, bytes) = bytes.split_at(bytes.len().min(3));
     let lens: Vec<usize> = lens.iter().map(|len| usize::from(*len)).collect();
-    let sealed = [b"dcpdist1", &*Sha256::digest(bytes), bytes].concat();
+    let sealed = [&b"dcpdist1"[..], &dcp_core::digest::sha256(bytes)[..], bytes].concat();
     for file in [bytes, &sealed] {
         let Ok(known) = CachedDistribution::parse(file, &lens) else { continue };
         let found: Vec<usize> = known.owned.iter().map(Vec::len).collect();
@@ -87,7 +86,7 @@ pub(crate) fn commit_record(bytes: &[u8]) {
     let (json, common) = (file(0), file(1));
     let mut sealed = MessageWriter::new(*b"dmc1");
     sealed.number(1);
-    sealed.bytes(&Sha256::digest(INDEX));
+    sealed.bytes(&dcp_core::digest::sha256(INDEX));
     sealed.bytes(json);
     for file in [common, rest] {
         sealed.number(u64::from(!file.is_empty()));

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
 use dcp_convert::{ConvertError, JobOptions, Source, reshard};
+use dcp_core::digest::{hex, sha256};
 use dcp_core::error::error_chain;
 use dcp_core::metadata::Entry;
 use dcp_core::value::Dict;
@@ -11,7 +12,6 @@ use dcp_core::{CheckpointError, Storage, StorageErrorKind, Value};
 use dcp_formats::metadata::Profile;
 use dcp_formats::torch_object::decode_object;
 use dcp_megatron::{MegatronForm, MegatronWriter};
-use sha2::{Digest as _, Sha256};
 
 use crate::support::{block_on, copy, fixture, get, in_memory, names, objects, put};
 
@@ -372,8 +372,7 @@ fn the_integrity_manifest_lists_every_file_with_its_hash() {
             there.retain(|name| name != "integrity.json");
             assert_eq!(listed, there);
             for (name, hash) in files {
-                let digest = Sha256::digest(get(&*storage, name).unwrap());
-                let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+                let hex = hex(&sha256(get(&*storage, name).unwrap()));
                 assert_eq!(*hash, hex, "{name}");
             }
         }

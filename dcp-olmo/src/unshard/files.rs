@@ -115,7 +115,7 @@ pub(super) fn divide(
 }
 
 fn unsupported(what: &str, problem: String) -> ConvertError {
-    ConvertError::Unsupported { what: what.to_owned(), problem }
+    ConvertError::NoForm { what: what.to_owned(), problem }
 }
 
 /// Bytes of a whole tensor; objects count nothing.

@@ -1,9 +1,10 @@
 //! OLMo-core's `unshard_checkpoint`: a sharded checkpoint as plain files.
 
+mod export_marks;
 mod files;
 mod replace;
-mod unfinished;
 
+use dcp_core::storage::StorageExt;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
@@ -13,16 +14,15 @@ use dcp_convert::{
     to_safetensors, to_torch_save,
 };
 use dcp_core::metadata::Entry;
-use dcp_core::storage::StorageExt;
 use dcp_core::{CheckpointMetadata, Key, Storage, StorageError};
 use dcp_formats::hf::IndexFile;
 use dcp_formats::torch_save::TorchSaveOptions;
 use indexmap::IndexMap;
 use serde::Serialize;
 
+use self::export_marks::{mark, marks, remove_all, unmark};
 use self::files::{Files, UnshardedFile, below, divide, is_exported};
 use self::replace::{Nowhere, Old};
-use self::unfinished::{mark, marks, remove_all, unmark};
 use crate::rekeyed::{Origin, Rekeyed, Shown};
 use crate::roots::{MODEL, OPTIM};
 use crate::values::read_values;
@@ -286,7 +286,7 @@ fn exported(
                 MODEL => "is not in this checkpoint; `dcp convert` writes whatever there is",
                 _ => "is not in this checkpoint: it was saved without its optimizer",
             };
-            return Err(ConvertError::Unsupported { what, problem: problem.to_owned() });
+            return Err(ConvertError::NoForm { what, problem: problem.to_owned() });
         }
         parts.push((root, shown));
     }

@@ -10,7 +10,7 @@ use dcp_core::plan::{LeafKind, LoadPlan, LoadReport, PlanContext, ReadItem, Read
 use dcp_core::planner::LoadPlanner;
 use dcp_core::{CheckpointMetadata, DType, Dims, PlanError, Region};
 
-use crate::validate::{invalid_index, unsupported};
+use crate::validate::invalid_index;
 use chunks::Chunks;
 
 /// Plans loads: every element that is wanted here is read once, from whichever chunk holds it,
@@ -40,7 +40,7 @@ impl LoadPlanner for DefaultLoadPlanner {
     /// # Errors
     ///
     /// [`PlanError::DuplicateFqn`] when a name is wanted twice, [`PlanError::Overlap`] when
-    /// stored chunks give different sources for one element, and [`PlanError::Unsupported`] for
+    /// stored chunks give different sources for one element, and [`PlanError::Outside`] for
     /// shards that lie outside their tensor.
     fn local_plan(
         &self,
@@ -122,8 +122,11 @@ fn read_tensor(
     let whole = Region::full(tensor.shape.clone())
         .map_err(|error| invalid_index(fqn, &error.to_string()))?;
     if let Some(outside) = shards.iter().find(|shard| !whole.contains(shard)) {
-        let problem = format!("shard {outside} is outside shape {}", tensor.shape);
-        return Err(unsupported(fqn, &problem));
+        return Err(PlanError::Outside {
+            fqn: fqn.to_owned(),
+            region: outside.to_string(),
+            bounds: format!("shape {}", tensor.shape),
+        });
     }
     let chunks = Chunks::new(fqn, tensor, shards.len())?;
     let sweep = Chunks::sweep_axis(tensor, shards);
@@ -148,6 +151,7 @@ fn read_tensor(
 }
 
 fn index(fqn: &str, position: usize) -> Result<u32, PlanError> {
-    let problem = || format!("{fqn:?}: more than 2^32 entries or chunks");
-    u32::try_from(position).map_err(|_| PlanError::TooLarge { problem: problem() })
+    let what = || format!("the number of entries or chunks at {fqn:?}");
+    u32::try_from(position)
+        .map_err(|_| PlanError::TooLarge { what: what(), limit: u32::MAX.into() })
 }

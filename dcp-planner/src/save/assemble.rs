@@ -7,7 +7,7 @@ use dcp_core::plan::{GlobalPlan, SelectedItem};
 use dcp_core::{CheckpointMetadata, PlanError};
 
 use super::merge::{Merged, MergedKey, none_of};
-use crate::validate::{check_chunks, unsupported};
+use crate::validate::check_chunks;
 
 const NONE: u32 = u32::MAX;
 
@@ -65,7 +65,7 @@ fn entry(key: &MergedKey<'_>, rows: &[u32]) -> Result<Option<Entry>, PlanError> 
         tensor
             .chunks
             .push(offsets, sizes, None)
-            .map_err(|error| unsupported(key.fqn, &error.to_string()))?;
+            .map_err(|error| PlanError::from(error).with_fqn(&**key.fqn))?;
     }
     Ok(Some(Entry::Tensor(tensor)))
 }

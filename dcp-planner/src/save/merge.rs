@@ -59,15 +59,15 @@ pub(super) struct Chunk {
     pub(super) byte_len: u64,
 }
 
-fn too_large(problem: &str) -> PlanError {
-    PlanError::TooLarge { problem: problem.to_owned() }
+fn too_large(what: &str, limit: u64) -> PlanError {
+    PlanError::TooLarge { what: what.to_owned(), limit }
 }
 
 /// Merges offers, given in rank order.
 pub(super) fn merge(locals: &[SavePlan]) -> Result<Merged<'_>, PlanError> {
     let total = locals.iter().try_fold(0_usize, |sum, local| sum.checked_add(local.len()));
     let Some(total) = total.filter(|total| u32::try_from(*total).is_ok()) else {
-        return Err(too_large("more than 2^32 items in one save"));
+        return Err(too_large("the number of items in one save", u32::MAX.into()));
     };
     let mut merged = Merged {
         lens: locals.iter().map(SavePlan::len).collect(),
@@ -78,13 +78,14 @@ pub(super) fn merge(locals: &[SavePlan]) -> Result<Merged<'_>, PlanError> {
     let mut numbers = HashMap::new();
     let mut ids = Vec::new();
     for (rank, local) in locals.iter().enumerate() {
-        let rank = Rank::try_from(rank).map_err(|_| too_large("more than 2^32 ranks"))?;
+        let rank =
+            Rank::try_from(rank).map_err(|_| too_large("the number of ranks", u32::MAX.into()))?;
         merged.intern(rank, local, &mut ids, &mut numbers, &mut errors)?;
         for item in 0..local.len() {
             let found = local.item(item);
             let found = found.and_then(|found| Some((*ids.get(found.key_index)?, found)));
             let Some((id, found)) = found else {
-                return Err(too_large("an item has more than 2^64 bytes"));
+                return Err(too_large("the length of an item in bytes", u64::MAX));
             };
             merged.item_keys.push(id);
             // Fewer than the total, which fits.
@@ -130,7 +131,7 @@ impl<'a> Merged<'a> {
                 Some(id) => id,
                 None => {
                     let id = u32::try_from(self.keys.len())
-                        .map_err(|_| too_large("more than 2^32 names"))?;
+                        .map_err(|_| too_large("the number of names", u32::MAX.into()))?;
                     numbers.insert(&key.fqn, id);
                     self.keys.push(MergedKey::new(key, rank));
                     id

@@ -13,8 +13,6 @@ use dcp_core::plan::{
 use dcp_core::planner::SavePlanner;
 use dcp_core::{PlanError, Region};
 
-use crate::validate::unsupported;
-
 /// Which of the ranks that hold the same chunk or object writes it. One of them always does:
 /// PyTorch's `dedup_replicated_tensors` has no effect either (2.15).
 #[doc(alias = "dedup_replicated_tensors")]
@@ -103,10 +101,13 @@ impl SavePlanner for DefaultSavePlanner {
             match &leaf.kind {
                 LeafKind::Tensor { dtype, shape, sharded, regions } => {
                     let whole = Region::full(shape.clone())
-                        .map_err(|error| unsupported(&fqn, &error.to_string()))?;
+                        .map_err(|error| PlanError::from(error).with_fqn(&*fqn))?;
                     if !sharded && !matches!(&**regions, [region] if *region == whole) {
-                        let problem = "a replicated tensor is one region, the whole of it";
-                        return Err(unsupported(&fqn, problem));
+                        let problem = "it is replicated and has regions other than the whole";
+                        return Err(PlanError::InvalidTensor {
+                            fqn: Some(fqn.to_string()),
+                            problem: problem.to_owned(),
+                        });
                     }
                     if let Some(outside) = regions.iter().find(|region| !whole.contains(region)) {
                         return Err(PlanError::OutOfBounds {
@@ -127,7 +128,7 @@ impl SavePlanner for DefaultSavePlanner {
                     let key = plan.push_key(PlanKey { fqn, path, tensor: None });
                     plan.push_object(key, *byte_len)?;
                 }
-                _ => return Err(unsupported(&fqn, "this planner does not know its kind")),
+                _ => return Err(PlanError::UnknownKind { fqn: fqn.to_string() }),
             }
         }
         Ok(plan)

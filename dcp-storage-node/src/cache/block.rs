@@ -1,14 +1,15 @@
 //! The file of a block: its bytes, then their length and checksum.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::io;
+use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use bytes::Bytes;
 use dcp_core::Key;
+use dcp_core::digest::{Sha256, hex};
 use dcp_core::storage::Version;
-use sha2::{Digest, Sha256};
 
 /// The end of every block file: format and version of this module.
 const MAGIC: [u8; 8] = *b"dcpblk\0\x01";
@@ -30,13 +31,12 @@ impl BlockName {
     ) -> Self {
         let mut hash = Sha256::new();
         for text in [storage, key.as_str(), version.as_str()] {
-            hash.update((text.len() as u64).to_le_bytes());
-            hash.update(text);
+            hash.update_with_length(text);
         }
         hash.update(block_bytes.to_le_bytes());
         hash.update(number.to_le_bytes());
-        let name = hash.finalize().iter().take(20).map(|byte| format!("{byte:02x}")).collect();
-        Self(name)
+        let [name @ .., _, _, _, _, _, _, _, _, _, _, _, _] = hash.finish();
+        Self(hex(&name))
     }
 
     pub(crate) fn as_str(&self) -> &str {

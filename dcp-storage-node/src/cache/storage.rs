@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -12,8 +11,8 @@ use dashmap::DashMap;
 use dcp_core::error::StorageOp;
 use dcp_core::registry::{Access, OpenRequest};
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadInto, ReadOutcome,
-    ReadRequest, Upload, UploadOptions, Version, WholeObject,
+    ObjectMeta, ObjectStream, PutMode, ReadInto, ReadOutcome, ReadRequest, Upload, UploadOptions,
+    Version, WholeObject,
 };
 use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -317,9 +316,7 @@ fn copy_overlap(block: &Range<u64>, bytes: &[u8], read: &mut ReadInto) {
 
 #[async_trait]
 impl Storage for CachedStorage {
-    fn capabilities(&self) -> Capabilities {
-        self.0.inner.capabilities()
-    }
+    dcp_core::forward_storage!(0.inner: capabilities, list_folder, claim, remove_leftovers);
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         let meta = self.0.inner.stat(key).await?;
@@ -388,25 +385,9 @@ impl Storage for CachedStorage {
         Box::pin(self.0.inner.list(folder).inspect_ok(move |meta| shared.note(meta)))
     }
 
-    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
-        self.0.inner.list_folder(folder)
-    }
-
     async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
         let deleted = self.0.inner.delete(keys).await;
         keys.iter().for_each(|key| drop(self.0.seen.remove(key)));
         deleted
-    }
-
-    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
-        self.0.inner.claim(key).await
-    }
-
-    async fn remove_leftovers(
-        &self,
-        folder: Option<&Key>,
-        min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        self.0.inner.remove_leftovers(folder, min_age).await
     }
 }

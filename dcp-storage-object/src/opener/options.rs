@@ -145,23 +145,9 @@ fn near(name: &str) -> Vec<&'static str> {
     near.into_iter().map(|(_, known)| known).take(4).collect()
 }
 
-/// How many characters have to be inserted, removed or replaced.
+/// How many characters have to be inserted, removed or replaced; a long name is no typo.
 fn distance(a: &str, b: &str) -> usize {
-    if a.len() > 64 {
-        return usize::MAX;
-    }
-    let b = b.chars().collect::<Vec<_>>();
-    let mut row = (0..=b.len()).collect::<Vec<_>>();
-    for (i, a) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, b) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(a != *b);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
+    if a.len() > 64 { usize::MAX } else { strsim::levenshtein(a, b) }
 }
 
 /// Options of connections that suit long transfers: no limit to the time of a whole request, which

@@ -58,8 +58,7 @@ pub(crate) fn stopping(storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
     let stalled = StallStorage::new(storage, operation.parse().unwrap());
     let watched = stalled.clone();
     std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        runtime.block_on(watched.stopped());
+        dcp_testing::block_on(watched.stopped());
         say("stopped");
     });
     Arc::new(stalled)

@@ -135,14 +135,13 @@ fn model(latent: bool) -> (Value, Tensors) {
 
 #[test]
 fn there_and_back_through_a_checkpoint_of_several_ranks() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     for (latent, layout) in [
         (false, ParallelLayout::new(2, 2)),
         (false, ParallelLayout::new(1, 1).with_ep(2).with_dp(2)),
         (true, ParallelLayout::new(2, 2)),
         (true, ParallelLayout::new(1, 2).with_ep(4).with_dp(4)),
     ] {
-        runtime.block_on(there_and_back(latent, layout));
+        dcp_testing::block_on(there_and_back(latent, layout));
     }
 }
 

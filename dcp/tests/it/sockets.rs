@@ -10,8 +10,7 @@ use async_trait::async_trait;
 use dcp::core::error::StorageOp;
 use dcp::core::registry::{OpenRequest, StorageOpener};
 use dcp::core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadOutcome, ReadRequest,
-    Upload, UploadOptions, WholeObject,
+    Claim, ObjectMeta, PutMode, ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
 };
 use dcp::core::{Key, Payload, StorageError};
 use dcp::{Checkpointer, Storage};
@@ -67,9 +66,7 @@ impl RemoteStorage {
 
 #[async_trait]
 impl Storage for RemoteStorage {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    dcp_core::forward_storage!(inner: capabilities, list, list_folder);
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         self.request().await?;
@@ -103,14 +100,6 @@ impl Storage for RemoteStorage {
     ) -> Result<Box<dyn Upload>, StorageError> {
         self.request().await?;
         self.inner.start_upload(key, options).await
-    }
-
-    fn list(&self, folder: Option<&Key>) -> ObjectStream {
-        self.inner.list(folder)
-    }
-
-    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
-        self.inner.list_folder(folder)
     }
 
     async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {

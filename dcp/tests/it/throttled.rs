@@ -2,14 +2,10 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp::collectives::LocalGroup;
-use dcp::core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
-    ReadRequest, Upload, UploadOptions, WholeObject,
-};
+use dcp::core::storage::{ObjectMeta, PartFuture, PutMode, Upload, UploadOptions};
 use dcp::core::{Collective as _, Key, Payload, Storage, StorageError};
 use dcp::node::UploadSlots;
 use dcp::{CheckpointError, Checkpointer, DType, Region, StateDict, StorageRegistry, Tensor};
@@ -54,21 +50,10 @@ struct Watched {
 
 #[async_trait]
 impl Storage for Watched {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
-
-    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-        self.inner.stat(key).await
-    }
-
-    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
-        self.inner.read(key, request).await
-    }
-
-    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
-        self.inner.read_whole(key, max_bytes).await
-    }
+    dcp_core::forward_storage!(
+        inner: capabilities, stat, read, read_whole, list, list_folder, delete, claim,
+        remove_leftovers
+    );
 
     async fn put(
         &self,
@@ -89,30 +74,6 @@ impl Storage for Watched {
         let uploading = self.uploads.begin();
         let inner = self.inner.start_upload(key, options).await?;
         Ok(Box::new(WatchedUpload { inner, _uploading: uploading }))
-    }
-
-    fn list(&self, folder: Option<&Key>) -> ObjectStream {
-        self.inner.list(folder)
-    }
-
-    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
-        self.inner.list_folder(folder)
-    }
-
-    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
-        self.inner.delete(keys).await
-    }
-
-    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
-        self.inner.claim(key).await
-    }
-
-    async fn remove_leftovers(
-        &self,
-        folder: Option<&Key>,
-        min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        self.inner.remove_leftovers(folder, min_age).await
     }
 }
 

@@ -1,14 +1,13 @@
 //! One chain from a URL, with schemes and settings of the caller's own, in a group.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use dcp::collectives::LocalGroup;
 use dcp::core::StorageErrorKind;
 use dcp::core::error::FailureKind;
 use dcp::core::error::StorageOp;
-use dcp::{AppState, CheckpointError, Checkpointer, Collective, DType, StateDict, Stateful};
+use dcp::{AppState, CheckpointError, Checkpointer, DType, StateDict, Stateful};
 use dcp_conformance::{FaultStorage, MemoryStorage};
+use dcp_testing::on_ranks;
 
 use crate::state::{blank, state, step_of};
 
@@ -26,19 +25,10 @@ fn checkpointer(storage: &MemoryStorage, broken: bool) -> Checkpointer {
     Checkpointer::new().storages(storages)
 }
 
-fn on_ranks<T: Send>(n: u32, main: impl Fn(Arc<dyn Collective>) -> T + Sync) -> Vec<T> {
-    let group = LocalGroup::new(n).deadline(Duration::from_secs(120)).build();
-    std::thread::scope(|scope| {
-        let start = |member| scope.spawn(|| main(Arc::new(member)));
-        let threads: Vec<_> = group.into_iter().map(start).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
-
 #[test]
 fn a_scheme_of_the_caller_serves_saves_loads_and_background_saves() {
     let storage = MemoryStorage::new();
-    on_ranks(3, |group| {
+    on_ranks(3, |_, group| {
         let (rank, world) = (group.rank(), group.world_size());
         let checkpointer = checkpointer(&storage, false).group(group);
         let plain = checkpointer.save(&state(1, rank, world), "mem://run").blocking().unwrap();
@@ -63,7 +53,7 @@ fn a_storage_that_does_not_open_on_one_rank_fails_every_entry_point_on_all_ranks
     let storage = MemoryStorage::new();
     let healthy = checkpointer(&storage, false);
     healthy.save(&state(1, 0, 1), "mem://run").blocking().unwrap();
-    let results = on_ranks(3, |group| {
+    let results = on_ranks(3, |_, group| {
         let (rank, world) = (group.rank(), group.world_size());
         let checkpointer = checkpointer(&storage, rank == 2).group(group);
         let save = || checkpointer.save(&state(2, rank, world), "mem://run");
@@ -85,7 +75,7 @@ fn a_storage_that_does_not_open_on_one_rank_fails_every_entry_point_on_all_ranks
 #[test]
 fn a_disk_that_fills_up_on_one_rank_is_a_full_disk_on_every_rank() {
     let storage = MemoryStorage::new();
-    let kinds = on_ranks(3, |group| {
+    let kinds = on_ranks(3, |_, group| {
         let (rank, world) = (group.rank(), group.world_size());
         let mut storages = checkpointer_storages(&storage);
         if rank == 1 {
@@ -136,7 +126,7 @@ fn parts_of_an_application_are_saved_and_loaded_by_name() {
 #[test]
 fn a_part_without_a_state_fails_the_save_on_all_ranks() {
     let storage = MemoryStorage::new();
-    let errors = on_ranks(2, |group| {
+    let errors = on_ranks(2, |_, group| {
         let optimizer = Optimizer(i64::from(group.rank()) - 1);
         let checkpointer = checkpointer(&storage, false).group(group);
         checkpointer.save(&optimizer, "mem://run").blocking().unwrap_err().to_string()
@@ -166,7 +156,7 @@ impl Stateful for Picky {
 fn a_part_that_refuses_its_state_fails_the_load_on_all_ranks() {
     let storage = MemoryStorage::new();
     checkpointer(&storage, false).save(&Picky(0), "mem://run").blocking().unwrap();
-    let errors = on_ranks(2, |group| {
+    let errors = on_ranks(2, |_, group| {
         let mut part = Picky(group.rank());
         let checkpointer = checkpointer(&storage, false).group(group);
         checkpointer.load(&mut part, "mem://run").blocking().unwrap_err().to_string()
@@ -179,7 +169,7 @@ fn a_part_that_refuses_its_state_fails_the_load_on_all_ranks() {
 #[test]
 fn the_next_save_of_any_kind_returns_the_error_of_a_background_save() {
     let storage = MemoryStorage::new();
-    let results = on_ranks(2, |group| {
+    let results = on_ranks(2, |_, group| {
         let (rank, world) = (group.rank(), group.world_size());
         let mut storages = checkpointer_storages(&storage);
         storages.register("full", |_| {

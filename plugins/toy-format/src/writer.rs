@@ -78,8 +78,13 @@ impl ToyWriter {
     }
 }
 
-fn refuse(problem: &str) -> CheckpointError {
-    PlanError::Wire { problem: problem.to_owned() }.into()
+fn no_item(number: u32, plan: &SavePlan) -> CheckpointError {
+    PlanError::NoItem { item: number.into(), items: plan.len() as u64 }.into()
+}
+
+fn too_many_files() -> CheckpointError {
+    let what = "the number of files".to_owned();
+    PlanError::TooLarge { what, limit: u32::MAX.into() }.into()
 }
 
 #[async_trait]
@@ -119,19 +124,23 @@ impl StorageWriter for ToyWriter {
             let mut plan = WritePlan { encodings: vec![encoding.clone()], ..WritePlan::default() };
             let mut byte_offset = 0_u64;
             for item in selected {
-                let planned = local.item(item.item as usize).ok_or_else(|| refuse("no item"))?;
-                let own = FileId::from_index(0).ok_or_else(|| refuse("too many files"))?;
+                let planned = local.item(item.item as usize);
+                let planned = planned.ok_or_else(|| no_item(item.item, local))?;
+                let own = FileId::from_index(0).ok_or_else(|| too_many_files())?;
                 let byte_len = planned.byte_len.saturating_add(CRC_BYTES);
                 let placement = Placement { file: own, encoding: 0, byte_offset, byte_len };
                 plan.orders.push(WriteOrder { item: item.item, placement });
                 // The index counts the files and encodings of all ranks.
                 let stored = metadata.intern_file(&file).zip(metadata.intern_encoding(&encoding));
-                let (file, encoding) = stored.ok_or_else(|| refuse("too many files"))?;
+                let (file, encoding) = stored.ok_or_else(|| too_many_files())?;
                 let placement = Placement { file, encoding, ..placement };
                 match metadata.at_mut(item.entry as usize) {
                     Some((_, Entry::Tensor(t))) => t.chunks.place(item.chunk as usize, placement),
                     Some((_, Entry::Object(object))) => object.placement = Some(placement),
-                    _ => return Err(refuse("no entry")),
+                    _ => {
+                        let (entry, chunk) = (item.entry.into(), None);
+                        return Err(PlanError::NoEntry { entry, chunk }.into());
+                    }
                 }
                 byte_offset = byte_offset.saturating_add(byte_len);
             }
@@ -142,7 +151,7 @@ impl StorageWriter for ToyWriter {
     }
 
     fn renamed(&self, file: &Key, generation: u64) -> Result<Key, CheckpointError> {
-        let (rank, _) = parse(file).ok_or_else(|| refuse("it is no name of a data file"))?;
+        let (rank, _) = parse(file).ok_or_else(|| PlanError::FileName { file: file.to_string() })?;
         Ok(data_file(rank, generation)?)
     }
 
@@ -155,7 +164,8 @@ impl StorageWriter for ToyWriter {
         let Some(file) = plan.files.first() else { return Ok(WriteReport::default()) };
         let mut bytes = Vec::new();
         for order in &plan.orders {
-            let item = local.item(order.item as usize).ok_or_else(|| refuse("no item"))?;
+            let item = local.item(order.item as usize);
+            let item = item.ok_or_else(|| no_item(order.item, local))?;
             let (begin, mut at) = (bytes.len(), 0);
             while at < item.byte_len {
                 let end = item.byte_len.min(at.saturating_add(data.segment_bytes()));

@@ -7,8 +7,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode,
-    ReadInto, ReadOutcome, ReadRequest, StorageExt, Upload, UploadOptions, Version, WholeObject,
+    Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadInto,
+    ReadOutcome, ReadRequest, StorageExt, Upload, UploadOptions, Version, WholeObject,
 };
 use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -159,9 +159,7 @@ impl Flawed {
 
 #[async_trait]
 impl Storage for Flawed {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    dcp_core::forward_storage!(inner: capabilities);
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         let meta = self.inner.stat(&self.name(key)).await.map_err(|error| {

@@ -312,9 +312,8 @@ impl<'a> Job<'a> {
             .buffered(options.parallelism.max(1));
         let mut bytes = 0_u64;
         while let Some(done) = results.next().await {
-            let (pair, start, compared, read) = done.map_err(|error| {
-                ConvertError::unsupported("a comparing task", format!("failed: {error}"))
-            })??;
+            let (pair, start, compared, read) =
+                done.map_err(|error| ConvertError::task("compares elements", &error))??;
             if let Some(found) = found.get_mut(pair) {
                 found.merge(compared, start);
             }

@@ -64,9 +64,7 @@ pub async fn stats(
         })
         .buffered(options.parallelism.max(1));
     while let Some(done) = results.next().await {
-        let observed = done.map_err(|error| {
-            ConvertError::unsupported("a counting task", format!("failed: {error}"))
-        })??;
+        let observed = done.map_err(|error| ConvertError::task("counts elements", &error))??;
         for (piece, moments) in observed {
             options.advance(piece.byte_len);
             if let Some(tensor) = tensors.get_mut(&piece.entry) {

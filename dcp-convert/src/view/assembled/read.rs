@@ -11,7 +11,7 @@ use dcp_core::{
 
 use super::{Assembled, Origin, PartReader, Piece, PieceFrom};
 use crate::read::runs::boxes;
-use crate::view::scratch::{SCRATCH, bad_item, bad_plan, name, pieces};
+use crate::view::scratch::{SCRATCH, assembly, name, no_entry, not_a_tensor, outside, pieces};
 
 #[async_trait]
 impl StorageReader for Assembled {
@@ -36,14 +36,21 @@ impl StorageReader for Assembled {
                     sink.object(item, value.clone())?;
                 }
                 (Some(Origin::Pieces(pieces)), ReadKind::Tensor { chunk, region, .. }) => {
+                    let (entry, number) = (item.entry.into(), Some((*chunk).into()));
                     let piece = pieces.get(*chunk as usize);
-                    let piece = piece.filter(|piece| piece.region.contains(region));
-                    let piece = piece.ok_or_else(|| bad_plan(&fqn(), "it has no such chunk"))?;
+                    let piece = piece.ok_or(PlanError::NoEntry { entry, chunk: number })?;
+                    if !piece.region.contains(region) {
+                        return Err(outside(&fqn(), region, &piece.region));
+                    }
                     let target = sink.destination(item)?;
                     inner.piece(piece, region, &target).map_err(|error| error.of(&fqn()))?;
                     filled.push(item);
                 }
-                _ => return Err(bad_plan(&fqn(), "it is not in this view")),
+                (Some(Origin::Value(_)), _) => return Err(not_a_tensor(&fqn())),
+                (Some(Origin::Pieces(_)), _) => {
+                    return Err(PlanError::NotAnObject { fqn: fqn().to_string() }.into());
+                }
+                (None, _) => return Err(no_entry(item.entry)),
             }
         }
         let report = inner.read().await?;
@@ -63,7 +70,7 @@ enum PieceError {
 impl PieceError {
     fn of(self, fqn: &str) -> CheckpointError {
         match self {
-            Self::Problem(problem) => bad_plan(fqn, problem),
+            Self::Problem(problem) => assembly(fqn, problem),
             Self::Error(error) => error,
         }
     }
@@ -258,7 +265,7 @@ struct Slots {
 impl Slots {
     fn slot(&self, item: &ReadItem) -> Result<&Slot, CheckpointError> {
         let slot = self.slots.get(item.leaf as usize);
-        slot.ok_or_else(|| bad_item("an item that was not requested"))
+        slot.ok_or_else(|| item.unrequested().into())
     }
 }
 
@@ -273,10 +280,10 @@ impl DataSink for Slots {
             (Slot::Passed(passed), _) => self.sink.destination(&requested(passed, item)),
             (Slot::Piece(offsets, view), ReadKind::Tensor { region, .. }) => {
                 let inside = region.relative_to(offsets);
-                let inside = inside.ok_or_else(|| bad_item("an item begins before its memory"))?;
+                let inside = inside.ok_or_else(|| item.unrequested())?;
                 Ok(view.narrow(&inside)?)
             }
-            _ => Err(bad_item("a tensor where an object was requested")),
+            _ => Err(item.unrequested().into()),
         }
     }
 
@@ -290,7 +297,7 @@ impl DataSink for Slots {
     fn object(&self, item: &ReadItem, value: Value) -> Result<(), CheckpointError> {
         match self.slot(item)? {
             Slot::Passed(passed) => self.sink.object(passed, value),
-            Slot::Piece(..) => Err(bad_item("an object where a tensor was requested")),
+            Slot::Piece(..) => Err(item.unrequested().into()),
         }
     }
 }

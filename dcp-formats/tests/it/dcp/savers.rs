@@ -2,16 +2,12 @@
 
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_conformance::{MemoryStorage, StallStorage};
 use dcp_core::error::StorageOp;
-use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadOutcome, ReadRequest,
-    Upload, UploadOptions, WholeObject,
-};
+use dcp_core::storage::{Capabilities, Claim, ObjectMeta, PutMode};
 use dcp_core::{
     CheckpointError, DType, Key, Payload, Storage, StorageError, StorageErrorKind,
     StorageWriter as _,
@@ -36,22 +32,14 @@ struct Shared {
 
 #[async_trait]
 impl Storage for Shared {
+    dcp_core::forward_storage!(
+        inner: stat, read, read_whole, start_upload, list, list_folder, delete, remove_leftovers
+    );
+
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.inner.capabilities();
         capabilities.claims = false;
         capabilities
-    }
-
-    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-        self.inner.stat(key).await
-    }
-
-    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
-        self.inner.read(key, request).await
-    }
-
-    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
-        self.inner.read_whole(key, max_bytes).await
     }
 
     async fn put(
@@ -72,34 +60,6 @@ impl Storage for Shared {
             }
             _ => Ok(meta),
         }
-    }
-
-    async fn start_upload(
-        &self,
-        key: &Key,
-        options: UploadOptions,
-    ) -> Result<Box<dyn Upload>, StorageError> {
-        self.inner.start_upload(key, options).await
-    }
-
-    fn list(&self, folder: Option<&Key>) -> ObjectStream {
-        self.inner.list(folder)
-    }
-
-    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
-        self.inner.list_folder(folder)
-    }
-
-    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
-        self.inner.delete(keys).await
-    }
-
-    async fn remove_leftovers(
-        &self,
-        folder: Option<&Key>,
-        min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        self.inner.remove_leftovers(folder, min_age).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {

@@ -207,7 +207,7 @@ impl DataSource for Broken {
     ) -> Result<Payload, CheckpointError> {
         if item == self.at {
             let problem = "broken on purpose".to_owned();
-            return Err(PlanError::Unsupported { fqn: "w".to_owned(), problem }.into());
+            return Err(PlanError::NotStorable { fqn: "w".to_owned(), problem }.into());
         }
         self.inner.resolve(item, range).await
     }

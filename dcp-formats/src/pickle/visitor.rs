@@ -8,7 +8,7 @@ use super::arena::{Node, NodeId, Pickle};
 const PATH_MAX: usize = 256;
 
 /// Every node below a root, nearest first. Shared nodes are visited once; cycles end.
-pub(super) struct Walk {
+pub(super) struct Visitor {
     root: NodeId,
     order: Vec<NodeId>,
     /// The first reference to each node.
@@ -24,7 +24,7 @@ enum Step {
     Index(usize),
 }
 
-impl Walk {
+impl Visitor {
     pub(super) fn new(pickle: &Pickle<'_>, root: NodeId) -> Self {
         let mut walk = Self { root, order: Vec::new(), reached: vec![None; pickle.node_count()] };
         let mut open = VecDeque::from([(root, root, Step::Part)]);

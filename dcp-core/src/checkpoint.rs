@@ -290,6 +290,9 @@ pub struct WriteReport {
     pub files: Vec<(Key, u64)>,
     /// SHA-256 hashes, if the writer computed any.
     pub sha256: BTreeMap<Key, [u8; 32]>,
+    /// CRC-32s of chunks, by the offset of their stored item in the file, if the writer computed any:
+    /// of the elements of tensors, before their encoding.
+    pub checksums: BTreeMap<Key, Vec<(u64, u32)>>,
     /// How long each file took, if the writer measured it. Files are written concurrently, so the
     /// sum exceeds the duration of the write.
     pub durations: BTreeMap<Key, Duration>,
@@ -306,6 +309,13 @@ impl WriteReport {
     #[must_use]
     pub fn with_sha256(mut self, sha256: BTreeMap<Key, [u8; 32]>) -> Self {
         self.sha256 = sha256;
+        self
+    }
+
+    /// Sets the CRC-32s of the chunks of files.
+    #[must_use]
+    pub fn with_checksums(mut self, checksums: BTreeMap<Key, Vec<(u64, u32)>>) -> Self {
+        self.checksums = checksums;
         self
     }
 

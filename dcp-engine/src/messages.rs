@@ -54,7 +54,7 @@ impl RankReport {
 
     /// Bytes in data files.
     pub(crate) fn bytes(&self) -> u64 {
-        self.lines.iter().map(|(_, len, _)| len).sum()
+        self.lines.iter().map(|(_, len, ..)| len).sum()
     }
 }
 
@@ -79,20 +79,28 @@ pub(crate) fn same_save(offers: &[Offer]) -> Result<(), PlanError> {
     })
 }
 
-/// A file of a report as it travels: its name, its length, and its SHA-256 where there is one.
-pub(crate) type Line = (String, u64, Option<[u8; 32]>);
+/// A file of a report as it travels: its name, its length, its SHA-256 where there is one, and the
+/// CRC-32s of its chunks by their offset.
+pub(crate) type Line = (String, u64, Option<[u8; 32]>, Vec<(u64, u32)>);
 
 fn lines(report: &WriteReport) -> Vec<Line> {
-    let line = |(key, len): &(Key, u64)| (key.to_string(), *len, report.sha256.get(key).copied());
+    let line = |(key, len): &(Key, u64)| {
+        let checksums = report.checksums.get(key).cloned().unwrap_or_default();
+        (key.to_string(), *len, report.sha256.get(key).copied(), checksums)
+    };
     report.files.iter().map(line).collect()
 }
 
 pub(crate) fn report(lines: Vec<Line>) -> Result<WriteReport, StorageError> {
     let (mut files, mut sha256) = (Vec::with_capacity(lines.len()), BTreeMap::new());
-    for (name, len, digest) in lines {
+    let mut all_checksums = BTreeMap::new();
+    for (name, len, digest, checksums) in lines {
         let key = Key::new(name)?;
+        if !checksums.is_empty() {
+            all_checksums.insert(key.clone(), checksums);
+        }
         sha256.extend(digest.map(|digest| (key.clone(), digest)));
         files.push((key, len));
     }
-    Ok(WriteReport::new(files).with_sha256(sha256))
+    Ok(WriteReport::new(files).with_sha256(sha256).with_checksums(all_checksums))
 }

@@ -18,6 +18,7 @@
 //! | [`torch_zip`] | the archives of `torch.save` |
 //! | [`torch_tensor`], [`torch_object`] | one tensor or object in such an archive |
 
+mod chunk_crcs;
 mod crc_parts;
 pub mod dcp;
 mod folder_contents;

@@ -74,6 +74,8 @@ pub struct Checkpointer {
     group: Option<Arc<dyn Collective>>,
     coordinator: Rank,
     writer: Arc<MakeWriter>,
+    /// Whether the writer is the default one, which can note the step of a save.
+    notes_steps: bool,
     reader: Arc<MakeReader>,
 }
 
@@ -103,6 +105,7 @@ impl Checkpointer {
             saver,
             loader: Loader::new(),
             writer: Arc::new(|storage| Arc::new(DcpWriter::new(storage))),
+            notes_steps: true,
             reader: Arc::new(|storage| Arc::new(DcpReader::new(storage))),
         }
     }
@@ -248,6 +251,7 @@ impl Checkpointer {
         F: Fn(Arc<dyn Storage>) -> W + Send + Sync + 'static,
     {
         self.writer = Arc::new(move |storage| Arc::new(make(storage)));
+        self.notes_steps = false;
         self
     }
 
@@ -262,6 +266,18 @@ impl Checkpointer {
     {
         self.reader = Arc::new(move |storage| Arc::new(make(storage)));
         self
+    }
+
+    /// The same, whose saves note their step in the sidecar, unless the caller chose the writer.
+    #[cfg(feature = "checkpoint")]
+    pub(crate) fn noting_steps(&self, step: u64, parent_step: Option<u64>) -> Self {
+        let mut noting = self.clone();
+        if self.notes_steps {
+            noting.writer = Arc::new(move |storage| {
+                Arc::new(DcpWriter::builder(storage).steps(step, parent_step).build())
+            });
+        }
+        noting
     }
 
     /// A save of `state` to `url`, which every rank calls with its own state.

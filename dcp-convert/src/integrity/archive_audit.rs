@@ -116,10 +116,10 @@ impl Job {
             }
         } else if checksum == ChunkChecksum::Record {
             self.record_of(item).await?;
-        } else if checksum == ChunkChecksum::Encoding
+        } else if let ChunkChecksum::Encoding | ChunkChecksum::EncodingOf(_) = checksum
             && *encoding == Encoding::new(Layout::TorchArchive)
         {
-            let blob = Blob { job: self, file, item };
+            let blob = Blob { job: self, file, item, saved: noted(checksum) };
             blob.check().await.map_err(|error| match error {
                 CheckpointError::Format(error) => {
                     error.in_file(file.as_str(), item.placement.byte_offset).into()
@@ -178,15 +178,16 @@ impl Job {
         let (Some(encoding), Some(file), Some(chunk)) = (encoding, file, item.chunk) else {
             return Ok(Expected::Elsewhere);
         };
-        match self.checksum(item).await? {
+        let checksum = self.checksum(item).await?;
+        match checksum {
             ChunkChecksum::Crc32(crc32) => return Ok(Expected::Crc32(crc32)),
             ChunkChecksum::Record => return Ok(Expected::Elsewhere),
-            ChunkChecksum::Encoding => {}
+            ChunkChecksum::Encoding | ChunkChecksum::EncodingOf(_) => {}
             _ => return Ok(Expected::Nothing),
         }
         match encoding.layout {
             Layout::TorchArchive if encoding.transforms.is_empty() => {
-                Blob { job: self, file, item }.expected(chunk).await
+                Blob { job: self, file, item, saved: noted(checksum) }.expected(chunk).await
             }
             Layout::Raw if encoding.transforms.is_empty() => Ok(Expected::Nothing),
             _ => Ok(Expected::Elsewhere),
@@ -233,11 +234,21 @@ pub(crate) fn differs(found: u32, expected: u32) -> FormatError {
     FormatError::new("archive record", problem)
 }
 
+/// The CRC-32 of the elements that the save noted.
+fn noted(checksum: ChunkChecksum) -> Option<u32> {
+    match checksum {
+        ChunkChecksum::EncodingOf(crc32) => Some(crc32),
+        _ => None,
+    }
+}
+
 /// One `torch.save` archive inside a file.
 struct Blob<'a> {
     job: &'a Job,
     file: &'a Key,
     item: &'a Placed,
+    /// The CRC-32 of its elements that the save noted.
+    saved: Option<u32>,
 }
 
 impl Blob<'_> {
@@ -284,7 +295,7 @@ impl Blob<'_> {
                 self.check_record(&archive, &record).await?;
             }
         }
-        Ok(storage.crc32.map_or(Expected::Nothing, Expected::Crc32))
+        Ok(storage.crc32.or(self.saved).map_or(Expected::Nothing, Expected::Crc32))
     }
 
     async fn check(&self) -> Result<(), CheckpointError> {
@@ -318,8 +329,18 @@ impl Blob<'_> {
         Ok(())
     }
 
-    /// Compares the blob's own dtype and shape with the index (trap F15).
+    /// Compares the blob's own dtype and shape with the index (trap F15), and its checksum with the
+    /// one that the save noted.
     fn compare(&self, chunk: u32, blob: &TensorBlob) -> Result<(), FormatError> {
+        if let (Some(saved), Some(stored)) = (self.saved, blob.storage().crc32)
+            && saved != stored
+        {
+            let problem = format!(
+                "its CRC-32 is {stored:08x}, the save noted {saved:08x}: these are not the bytes of \
+                 this save"
+            );
+            return Err(FormatError::new("torch archive", problem));
+        }
         let entry = self.job.metadata.at(self.item.entry);
         let tensor = entry.and_then(|(_, entry)| entry.as_tensor());
         let Some((tensor, chunk)) =

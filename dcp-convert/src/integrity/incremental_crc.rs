@@ -70,14 +70,14 @@ impl Checked {
         };
         match checksum {
             ChunkChecksum::Crc32(_) | ChunkChecksum::Record => {}
-            ChunkChecksum::Encoding if wanted.in_archive => {}
+            ChunkChecksum::Encoding | ChunkChecksum::EncodingOf(_) if wanted.in_archive => {}
             _ => return Ok(()),
         }
         if wanted.region == *region || view.byte_len() == 0 {
             // The format's own reader compares chunks that one read covers.
             let compared = match checksum {
                 ChunkChecksum::Record => false,
-                ChunkChecksum::Encoding => !wanted.is_view(),
+                ChunkChecksum::Encoding | ChunkChecksum::EncodingOf(_) => !wanted.is_view(),
                 _ => true,
             };
             if !compared {

@@ -148,6 +148,9 @@ pub enum ChunkChecksum {
     /// Its encoding has one, as the archives of [`Layout::TorchArchive`](crate::metadata::Layout)
     /// do.
     Encoding,
+    /// Its encoding has one, and the save noted that this is the CRC-32 of its elements: a file of
+    /// another save is sound in itself.
+    EncodingOf(u32),
 }
 
 /// A range of a file that a deep check compares as a whole.

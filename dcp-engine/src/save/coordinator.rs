@@ -90,7 +90,7 @@ pub(super) async fn commit(
     let all = reports.iter().flat_map(|report| &report.lines);
     let totals = Totals {
         entries: plan.metadata.len() as u64,
-        bytes_written: all.clone().map(|(_, len, _)| *len).sum(),
+        bytes_written: all.clone().map(|(_, len, ..)| *len).sum(),
         files: all.count() as u64,
         reused_plan: reused,
         write_times: WriteTimes::of(

@@ -73,11 +73,17 @@ impl CheckpointAudit for DcpReader {
 
     async fn checksum(
         &self,
-        _metadata: &Arc<CheckpointMetadata>,
-        _entry: usize,
-        _chunk: usize,
+        metadata: &Arc<CheckpointMetadata>,
+        entry: usize,
+        chunk: usize,
     ) -> Result<ChunkChecksum, CheckpointError> {
-        Ok(ChunkChecksum::Encoding)
+        let saved = self.saved_checksums().await?;
+        let noted = || {
+            let (_, entry) = metadata.at(entry)?;
+            let placement = entry.as_tensor()?.chunks.get(chunk)?.placement?;
+            saved.get(metadata.file(placement.file)?)?.at(placement.byte_offset)
+        };
+        Ok(noted().map_or(ChunkChecksum::Encoding, ChunkChecksum::EncodingOf))
     }
 
     async fn index_facts(&self) -> Result<IndexFacts, CheckpointError> {
@@ -93,7 +99,17 @@ impl CheckpointAudit for DcpReader {
             sidecar => sidecar?,
         };
         Ok(sidecar.map_or_else(Vec::new, |sidecar| {
-            vec![("Written by", sidecar.tool), ("World size", sidecar.world_size.to_string())]
+            let chunks: usize = sidecar.files.iter().map(|file| file.chunks.len()).sum();
+            let mut facts =
+                vec![("Written by", sidecar.tool), ("World size", sidecar.world_size.to_string())];
+            if !sidecar.mesh.is_empty() {
+                let mesh = sidecar.mesh.iter().map(|(name, size)| format!("{name}={size}"));
+                facts.push(("Mesh", mesh.collect::<Vec<_>>().join(" ")));
+            }
+            facts.extend(sidecar.step.map(|step| ("Step", step.to_string())));
+            facts.extend(sidecar.parent_step.map(|step| ("Parent step", step.to_string())));
+            facts.push(("Sidecar", format!("checksums of {chunks} chunks")));
+            facts
         }))
     }
 

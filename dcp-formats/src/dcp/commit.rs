@@ -16,7 +16,7 @@ use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
 use super::names::{METADATA, sidecar as sidecar_name};
-use super::sidecar::Sidecar;
+use super::sidecar::{Sidecar, SidecarFile};
 use super::writer::Options;
 
 /// The data files of a save.
@@ -66,6 +66,7 @@ async fn try_commit(
     Files { reports, own }: Files,
 ) -> Result<(), CheckpointError> {
     let world_size = u32::try_from(reports.len()).unwrap_or(u32::MAX);
+    let mut noted = noted_files(&reports);
     let mut files: Vec<_> = reports.into_iter().flat_map(|report| report.files).collect();
     files.sort_unstable();
     if let Err(error) = check_files(storage, metadata, &files, &own).await {
@@ -80,7 +81,9 @@ async fn try_commit(
     let sidecar = sidecar_name(crc32).map_err(StorageError::from)?;
     let mut content_of_sidecar = None;
     if options.sidecar {
-        let content = Sidecar::new(world_size, session.generation, crc32, &files)
+        noted.sort_unstable_by(|one, other| one.name.cmp(&other.name));
+        let content = Sidecar::new(world_size, session.generation, crc32, noted)
+            .with_origin(&options.origin)
             .with_completed_by(options.completed_by.as_ref())
             .encode()?;
         content_of_sidecar = Some(content);
@@ -103,6 +106,21 @@ async fn try_commit(
     let stale = session.stale.into_iter().filter(|key| !kept.contains(key)).collect();
     remove_unknown(storage, stale, &bytes).await;
     Ok(())
+}
+
+/// What the sidecar says about the files of all ranks.
+fn noted_files(reports: &[WriteReport]) -> Vec<SidecarFile> {
+    let of_rank = |(rank, report): (usize, &WriteReport)| -> Vec<SidecarFile> {
+        let noted = |(key, byte_len): &(Key, u64)| {
+            let checksums = report.checksums.get(key).cloned().unwrap_or_default();
+            SidecarFile::new(key, *byte_len)
+                .with_rank(u32::try_from(rank).ok())
+                .with_sha256(report.sha256.get(key))
+                .with_chunks(checksums)
+        };
+        report.files.iter().map(noted).collect()
+    };
+    reports.iter().enumerate().flat_map(of_rank).collect()
 }
 
 /// Replaces the `.metadata` of a checkpoint whose other files stay, and its [`Sidecar`] with it.

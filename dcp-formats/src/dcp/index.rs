@@ -15,7 +15,7 @@ use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
 use super::by_rank::{self, Differing};
-use super::names::{METADATA, Named};
+use super::names::{METADATA, Named, sidecar as sidecar_name};
 use super::{safetensors_files, wrapped};
 use crate::metadata::{Decoded, check_chunks};
 use crate::pickle::ForeignName;
@@ -31,6 +31,8 @@ pub(super) struct Index {
     pub(super) foreign_names: Arc<[ForeignName]>,
     /// CRC-32 of the `.metadata`; `None` for a merged one.
     pub(super) crc32: Option<u32>,
+    /// Whether a listing showed the sidecar.
+    pub(super) has_sidecar: bool,
     pub(super) warnings: Arc<[String]>,
     /// The warnings about ranks that saved without collectives.
     pub(super) rank_warnings: Arc<[String]>,
@@ -61,6 +63,8 @@ pub(super) async fn load(
         }
     };
     let listed = ListedFiles::read(&**storage, &metadata).await?;
+    let sidecar = crc32.and_then(|crc32| sidecar_name(crc32).ok());
+    let has_sidecar = sidecar.is_some_and(|key| listed.sidecars.contains(&key));
     if crc32.is_some() {
         listed.warn_of_others(&mut warnings);
     }
@@ -89,6 +93,7 @@ pub(super) async fn load(
         original_shapes,
         foreign_names,
         crc32,
+        has_sidecar,
         warnings,
         rank_warnings,
         differing,
@@ -116,6 +121,8 @@ pub(super) fn decode(file: &str, bytes: &Bytes) -> Result<Decoded, FormatError> 
 struct ListedFiles {
     /// The lengths of the files of the index.
     byte_lens: HashMap<Key, u64>,
+    /// Sidecars, of whichever save.
+    sidecars: HashSet<Key>,
     /// Whether a file of this folder that was not listed is not there.
     complete: bool,
     /// Whether ranks have metadata of their own.
@@ -144,7 +151,9 @@ impl ListedFiles {
             let name = meta.key.as_str();
             listed.by_rank |= matches!(Named::parse(name), Some(Named::RankMetadata { .. }));
             listed.model |= name.ends_with(INDEX_ENDING);
-            if of_index.contains(&meta.key) {
+            if Named::parse(name) == Some(Named::Sidecar) {
+                listed.sidecars.insert(meta.key);
+            } else if of_index.contains(&meta.key) {
                 listed.byte_lens.insert(meta.key, meta.byte_len);
             }
         }

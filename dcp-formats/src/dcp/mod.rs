@@ -20,6 +20,7 @@ mod wrapped;
 mod write;
 mod writer;
 
+pub use crate::chunk_crcs::ChunkCrcs;
 pub use by_rank::Differing;
 pub use commit::{claim, remove_unreferenced, replace_metadata, sidecar_of};
 pub use format::{DcpFiles, DcpFormat, EXAMINED_INDEX_MAX};

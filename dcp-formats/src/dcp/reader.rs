@@ -10,7 +10,7 @@ use dcp_core::format::ListedStorage;
 use dcp_core::plan::LoadPlan;
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Dims, Storage, StorageError, StorageErrorKind,
+    CheckpointError, CheckpointMetadata, Dims, Key, Storage, StorageError, StorageErrorKind,
     StorageReader,
 };
 use futures_util::lock::Mutex;
@@ -20,7 +20,7 @@ use super::index::{Index, load};
 use super::names::sidecar;
 use super::sidecar::Sidecar;
 use crate::pickle::ForeignName;
-use crate::placed_reads::{Context, KnownArchives, SCRATCH_BYTES, run};
+use crate::placed_reads::{Context, KnownArchives, SCRATCH_BYTES, SavedCrcs, run};
 use crate::upload::ByteProgress;
 
 /// Reads PyTorch DCP checkpoints: those of `FileSystemWriter` since PyTorch 2.1 in all variants
@@ -45,6 +45,7 @@ pub struct DcpReader {
     progress: Option<ByteProgress>,
     rank: Option<u32>,
     index: Mutex<Option<Index>>,
+    saved: Mutex<Option<Arc<SavedCrcs>>>,
     archives: Arc<KnownArchives>,
 }
 
@@ -72,6 +73,7 @@ impl DcpReader {
             progress: None,
             rank: None,
             index: Mutex::new(None),
+            saved: Mutex::new(None),
             archives: Arc::default(),
         };
         DcpReaderBuilder { reader }
@@ -149,6 +151,29 @@ impl DcpReader {
     /// As [`StorageReader::metadata`].
     pub async fn rank_warnings(&self) -> Result<Arc<[String]>, CheckpointError> {
         Ok(self.index().await?.rank_warnings)
+    }
+
+    /// The CRC-32s in the sidecar, by file; none where no listing shows a sidecar, or it is damaged.
+    pub(super) async fn saved_checksums(&self) -> Result<Arc<SavedCrcs>, CheckpointError> {
+        let mut saved = self.saved.lock().await;
+        if let Some(saved) = &*saved {
+            return Ok(Arc::clone(saved));
+        }
+        let sidecar = match self.verify_checksums && self.index().await?.has_sidecar {
+            true => self.sidecar().await,
+            false => Ok(None),
+        };
+        let sidecar = match sidecar {
+            Err(CheckpointError::Format(error)) => {
+                tracing::warn!(%error, "chunks are not compared with the sidecar");
+                None
+            }
+            sidecar => sidecar?,
+        };
+        let files = sidecar.into_iter().flat_map(|sidecar| sidecar.files);
+        let files = files.filter(|file| !file.chunks.is_empty());
+        let by_key = files.filter_map(|file| Some((Key::new(file.name).ok()?, file.chunks)));
+        Ok(Arc::clone(saved.insert(Arc::new(by_key.collect()))))
     }
 
     async fn index(&self) -> Result<Index, CheckpointError> {
@@ -231,6 +256,7 @@ impl StorageReader for DcpReader {
             self.scratch_bytes,
             self.progress.clone(),
         );
+        context.saved = self.saved_checksums().await?;
         context.archives = Some(Arc::clone(&self.archives));
         context.verify_parts = self.verify_parts;
         run(Arc::new(context), metadata, plan).await

@@ -1,6 +1,6 @@
 //! Writes one rank's files: archives, concatenated.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use dcp_core::checkpoint::DataSource;
@@ -42,12 +42,13 @@ pub async fn prepare_tensor_file<'a>(
 ) -> Result<PendingFile<'a>, CheckpointError> {
     let byte_len = encoded_len(fqn, dtype, sizes)?;
     let elements = TensorLayout::contiguous(dtype, sizes)?.byte_len();
-    let items = vec![Archive { fqn: Arc::clone(fqn), tensor: Some((dtype, sizes.into())) }];
+    let items =
+        vec![Archive { fqn: Arc::clone(fqn), tensor: Some((dtype, sizes.into())), byte_offset: 0 }];
     let job = FileJob {
         key: key.clone(),
         byte_len,
         items: vec![FileItem { item: 0, byte_len: elements }],
-        framing: Archives { items, checksums: true },
+        framing: Archives { items, checksums: true, seen: Mutex::default() },
     };
     prepare_file(storage, job.spec(), options, data, None).await
 }
@@ -65,6 +66,8 @@ pub(super) struct FileJob {
 struct Archives {
     items: Vec<Archive>,
     checksums: bool,
+    /// The CRC-32s of tensors, in the order of their positions.
+    seen: Mutex<Vec<(usize, u32)>>,
 }
 
 #[derive(Debug)]
@@ -72,6 +75,7 @@ struct Archive {
     fqn: Arc<str>,
     /// The tensor's dtype and shape; `None` for an object, which is already an archive.
     tensor: Option<(DType, Box<[u64]>)>,
+    byte_offset: u64,
 }
 
 impl FileJob {
@@ -88,7 +92,7 @@ impl FileJob {
                 key: key.clone(),
                 byte_len: 0,
                 items: Vec::new(),
-                framing: Archives { items: Vec::new(), checksums },
+                framing: Archives { items: Vec::new(), checksums, seen: Mutex::default() },
             })
             .collect();
         for order in &plan.orders {
@@ -122,9 +126,10 @@ impl FileJob {
                     placement.byte_offset, placement.byte_len, job.key, job.byte_len
                 )));
             }
+            let byte_offset = job.byte_len;
             job.byte_len = job.byte_len.saturating_add(byte_len);
             job.items.push(FileItem { item: index, byte_len: item.byte_len });
-            job.framing.items.push(Archive { fqn: Arc::clone(&item.key.fqn), tensor });
+            job.framing.items.push(Archive { fqn: Arc::clone(&item.key.fqn), tensor, byte_offset });
         }
         Ok(jobs)
     }
@@ -135,6 +140,15 @@ impl FileJob {
 
     pub(super) fn byte_len(&self) -> u64 {
         self.byte_len
+    }
+
+    /// The CRC-32s of the tensors that were written, by the offset of their archive.
+    pub(super) fn checksums(&self) -> Vec<(u64, u32)> {
+        let seen = self.framing.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let item = |&(position, crc32): &(usize, u32)| {
+            Some((self.framing.items.get(position)?.byte_offset, crc32))
+        };
+        seen.iter().filter_map(item).collect()
     }
 
     fn spec(&self) -> FileSpec<'_> {
@@ -175,6 +189,10 @@ impl Framing for Archives {
         match self.tensor(position) {
             Some((dtype, sizes)) => {
                 let crc32 = if self.checksums { crc32 } else { 0 };
+                if self.checksums {
+                    let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+                    seen.push((position, crc32));
+                }
                 Ok(archive(*dtype, sizes)?.tail(&[crc32]))
             }
             None => Ok(Bytes::new()),

@@ -20,6 +20,7 @@ use futures_util::StreamExt as _;
 use super::commit;
 use super::names::{self, METADATA, Named};
 use super::place;
+use super::sidecar::Origin;
 use super::split::FileLayout;
 use super::write::FileJob;
 use crate::metadata::Profile;
@@ -63,6 +64,7 @@ pub(super) struct Options {
     pub(super) sidecar: bool,
     pub(super) checksums: bool,
     pub(super) completed_by: Option<Key>,
+    pub(super) origin: Origin,
     pub(super) progress: Option<ByteProgress>,
     pub(super) upload_bytes: Option<u64>,
 }
@@ -90,6 +92,7 @@ impl DcpWriter {
             sidecar: true,
             checksums: true,
             completed_by: None,
+            origin: Origin::default(),
             progress: None,
             upload_bytes: None,
         };
@@ -151,6 +154,22 @@ impl DcpWriterBuilder {
     /// other checkpoints.
     pub fn completed_by(mut self, file: Key) -> Self {
         self.options.completed_by = Some(file);
+        self
+    }
+
+    /// The step of the training run, and the step of the checkpoint that the run was resumed from or
+    /// saved before, for the [`Sidecar`](super::Sidecar).
+    pub fn steps(mut self, step: u64, parent_step: Option<u64>) -> Self {
+        self.options.origin.step = Some(step);
+        self.options.origin.parent_step = parent_step;
+        self
+    }
+
+    /// The names and sizes of the dimensions of the device mesh, the outermost first, such as
+    /// `("dp", 8), ("tp", 4)`, for the [`Sidecar`](super::Sidecar).
+    pub fn mesh<N: Into<String>>(mut self, dimensions: impl IntoIterator<Item = (N, u64)>) -> Self {
+        let dimensions = dimensions.into_iter().map(|(name, size)| (name.into(), size));
+        self.options.origin.mesh = dimensions.collect();
         self
     }
 
@@ -286,7 +305,12 @@ impl StorageWriter for DcpWriter {
         written.sort_unstable();
         let durations = written.iter().map(|(key, _, time)| (key.clone(), *time)).collect();
         let files = written.into_iter().map(|(key, len, _)| (key, len)).collect();
-        Ok(WriteReport::new(files).with_durations(durations))
+        let report = WriteReport::new(files).with_durations(durations);
+        if !self.options.sidecar {
+            return Ok(report);
+        }
+        let checksums = jobs.iter().map(|job| (job.key().clone(), job.checksums()));
+        Ok(report.with_checksums(checksums.filter(|(_, all)| !all.is_empty()).collect()))
     }
 
     async fn commit(

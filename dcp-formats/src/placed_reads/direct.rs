@@ -92,6 +92,10 @@ pub(super) async fn prepare(
             None => return Ok(Err(blob)),
             Some(range) => {
                 let record = Some(tensor.storage().clone()).filter(|record| record.data == range);
+                let mut record = record;
+                if let Some(record) = &mut record {
+                    ctx.compare_saved(&blob, record).map_err(|error| blob.locate(error))?;
+                }
                 (range, record)
             }
         }

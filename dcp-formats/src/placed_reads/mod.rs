@@ -17,7 +17,9 @@ use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::metadata::Placement;
 use dcp_core::plan::LoadPlan;
 use dcp_core::storage::{ReadInto, StorageExt as _};
-use dcp_core::{Buffer, CheckpointError, CheckpointMetadata, Key, Storage, StorageError};
+use dcp_core::{
+    Buffer, CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError,
+};
 use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
@@ -26,6 +28,7 @@ pub(crate) use direct::KnownArchives;
 use direct::{Requests, execute, prepare};
 use whole::read_span;
 
+use crate::chunk_crcs::ChunkCrcs;
 use crate::torch_zip::{Method, Record};
 use crate::upload::ByteProgress;
 
@@ -35,6 +38,9 @@ pub(crate) const SCRATCH_BYTES: u64 = 64 << 20;
 const SMALL_BLOB: u64 = 64 << 10;
 /// The scratch memory of one request, in bytes.
 const SCRATCH_PER_REQUEST: Range<u64> = SMALL_BLOB..4 << 20;
+
+/// The CRC-32s that a save noted, by file.
+pub(crate) type SavedCrcs = HashMap<Key, ChunkCrcs>;
 
 /// CRC-32s of a file's byte ranges, by offset and length.
 type Checksums = Arc<HashMap<(u64, u64), u32>>;
@@ -79,6 +85,8 @@ pub(crate) struct Context {
     pub(super) scratch_per_request: u64,
     progress: Option<ByteProgress>,
     checksums: Checksums,
+    /// The CRC-32s that the save noted.
+    pub(crate) saved: Arc<SavedCrcs>,
     /// Archives that earlier reads located, if the reader caches them.
     pub(crate) archives: Option<Arc<KnownArchives>>,
     /// Whether checksums of chunks that are read in parts are compared.
@@ -109,6 +117,7 @@ impl Context {
             scratch_per_request: (scratch / parallelism as u64).clamp(start, end),
             progress,
             checksums: Arc::default(),
+            saved: Arc::default(),
             archives: None,
             verify_parts: false,
             parallelism,
@@ -123,6 +132,28 @@ impl Context {
         let Placement { byte_offset, byte_len, .. } = *placement;
         let crc32 = Some(*self.checksums.get(&(byte_offset, byte_len))?);
         Some(Record { data: 0..byte_len, byte_len, crc32, method: Method::Stored })
+    }
+
+    /// Compares the checksum in an archive with that of the save: an archive of another save is sound
+    /// in itself. An archive without one gets that of the save.
+    fn compare_saved(&self, blob: &Blob, record: &mut Record) -> Result<(), FormatError> {
+        let saved = self.saved.get(&blob.key).filter(|_| self.verify);
+        let Some(saved) = saved.and_then(|file| file.at(blob.placement.byte_offset)) else {
+            return Ok(());
+        };
+        match record.crc32 {
+            Some(stored) if stored != saved => {
+                let problem = format!(
+                    "its CRC-32 is {stored:08x}, the save noted {saved:08x}: these are not the bytes \
+                     of this save"
+                );
+                Err(FormatError::new("archive record", problem).at(record.data.start))
+            }
+            _ => {
+                record.crc32 = Some(saved);
+                Ok(())
+            }
+        }
     }
 
     /// Reads ranges, and counts the bytes.

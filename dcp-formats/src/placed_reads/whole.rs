@@ -132,6 +132,9 @@ fn elements<'a>(
     let tensor = TensorBlob::parse(&Sparse::whole(bytes))?.ready()?;
     blob.check_layout(tensor.layout())?;
     let mut record = tensor.storage().clone();
+    if tensor.element_range().is_some_and(|range| range == record.data) {
+        ctx.compare_saved(blob, &mut record)?;
+    }
     if !ctx.verify {
         record.crc32 = None;
     }

@@ -83,6 +83,8 @@ pub struct CheckpointManager {
 struct Shared {
     /// When the last save was requested, or the first question.
     last: Mutex<Option<SystemTime>>,
+    /// The step of the checkpoint that was loaded or committed last.
+    parent: Mutex<Option<u64>>,
     /// The preemption was answered with a save.
     answered: AtomicBool,
 }
@@ -255,6 +257,10 @@ impl CheckpointManager {
         self.shared.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn parent(&self) -> std::sync::MutexGuard<'_, Option<u64>> {
+        self.shared.parent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Loads the newest valid checkpoint of the run into `state`; `None` where the run has none and
     /// training starts from the beginning. Every rank calls it. The coordinator chooses: newer checkpoints that are
     /// incomplete or damaged are skipped, and named in [`Resumed::skipped`].
@@ -271,6 +277,7 @@ impl CheckpointManager {
             let chosen = self.choose().await?;
             let Some((step, url, skipped)) = chosen else { return Ok(None) };
             let load = self.checkpointer.load(state, url).mode(LoadMode::default()).await?;
+            *self.parent() = Some(step);
             Ok(Some(Resumed { step, skipped, load }))
         })
     }
@@ -331,7 +338,7 @@ impl CheckpointManager {
     pub fn save<S: Stateful + ?Sized>(&self, step: u64, state: &S) -> StepSave {
         *self.last() = Some((self.clock)());
         let url = self.run().step_url(self.naming, step);
-        let save = self.checkpointer.save(state, url);
+        let save = self.checkpointer.noting_steps(step, *self.parent()).save(state, url);
         StepSave { manager: self.clone(), step, save, metrics: BTreeMap::new() }
     }
 
@@ -342,6 +349,7 @@ impl CheckpointManager {
         save: SaveSummary,
         metrics: BTreeMap<String, f64>,
     ) -> SavedStep {
+        *self.parent() = Some(step);
         let mut saved = SavedStep { step, save, pruned: None, problem: None };
         if !self.checkpointer.is_coordinator() {
             return saved;

@@ -8,6 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use dcp::checkpoint::run::{AnyOf, KeepBest, KeepEvery, KeepLast, SaveSchedule, StepNaming};
 use dcp::collectives::LocalGroup;
+use dcp::core::registry::Access;
 use dcp::manager::{CheckpointManager, Preemption, SaveReason};
 use dcp::{CheckpointError, Checkpointer, Collective, DType, Region, StateDict, Tensor};
 
@@ -60,6 +61,11 @@ fn a_trainer_resumes_from_the_newest_valid_checkpoint_and_hears_what_was_skipped
     assert_eq!(skipped, [40, 30]);
     // The next saves replace them.
     manager.save(30, &state(30)).blocking().unwrap();
+    let (storages, saved) = (dcp::default_storages(), format!("{url}/step-30"));
+    let storage = dcp_testing::block_on(storages.open(&saved, Access::Read)).unwrap();
+    let reader = dcp::formats::dcp::DcpReader::new(storage);
+    let sidecar = dcp_testing::block_on(reader.sidecar()).unwrap().unwrap();
+    assert_eq!((sidecar.step, sidecar.parent_step), (Some(30), Some(20)));
     manager.save(40, &state(40)).blocking().unwrap();
     assert_eq!(manager.resume(&mut mine).blocking().unwrap().unwrap().step, 40);
 }
@@ -242,4 +248,34 @@ fn a_clock_that_jumps_causes_one_save_and_loses_no_checkpoint() {
         }
     }
     row.report();
+}
+
+/// Two checkpoints of one model have files of the same names and lengths.
+#[test]
+fn a_file_of_another_checkpoint_is_found_by_a_load_and_named_by_verify() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = run_in(&folder);
+    let manager = CheckpointManager::new(&url);
+    for step in [10, 20] {
+        manager.save(step, &state(step)).blocking().unwrap();
+    }
+    let file = |step: &str| Path::new(&url).join(step).join("__0_0.distcp");
+    fs::copy(file("step-10"), file("step-20")).unwrap();
+    let place = format!("{url}/step-20");
+    let mut mine = state(0);
+    let error = dcp::load(&mut mine, &place).blocking().unwrap_err();
+    let text = dcp::core::error::error_chain(&error);
+    assert!(text.contains("not the bytes of this save") && text.contains("weight"), "{text}");
+    let opener = dcp::checkpoint::Opener::new(dcp::default_storages());
+    let report = dcp_testing::block_on(async {
+        let checkpoint = opener.open(&place).await.unwrap();
+        checkpoint.verify().deep(true).run().await.unwrap()
+    });
+    let named = report.problems.iter().find(|problem| problem.key.as_deref() == Some("weight"));
+    let named = named.unwrap_or_else(|| panic!("{report:?}"));
+    assert!(named.message.contains("not the bytes of this save"), "{report:?}");
+    assert_eq!(
+        dcp::block_on(manager.run().latest_valid(true)).unwrap().unwrap().step.unwrap().step,
+        10
+    );
 }

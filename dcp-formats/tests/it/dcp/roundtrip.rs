@@ -308,3 +308,58 @@ fn progress_of_a_load_is_what_was_needed() {
     assert!(whole.to_vec().is_some());
     assert!(block_on(reader.metadata()).is_ok());
 }
+
+/// A chunk that is read together with its neighbors, and one that is read straight into place.
+fn small_and_large(seed: u8) -> State {
+    State::new(2).rows("small", DType::Float32, &[4, 3], seed).rows(
+        "large",
+        DType::Float32,
+        &[400, 300],
+        seed,
+    )
+}
+
+/// A file of another save of the same model is sound in itself: only the sidecar shows it.
+#[test]
+fn a_file_of_another_save_is_named_with_key_and_offset() {
+    let saved = |seed| {
+        let storage = Arc::new(MemoryStorage::new());
+        let writer = DcpWriter::builder(storage.clone()).files(FileLayout::OnePerItem).build();
+        save(&writer, &small_and_large(seed)).unwrap();
+        storage
+    };
+    let (one, other) = (saved(1), saved(2));
+    for file in names(&*one).iter().filter(|name| name.ends_with(".distcp")) {
+        let mixed = saved(1);
+        put(&*mixed, file, get(&*other, file).to_vec());
+        let error = load(mixed.clone()).map(drop).unwrap_err().to_string();
+        assert!(
+            error.contains(file.as_str()) && error.contains("not the bytes of this save"),
+            "{error}"
+        );
+        assert!(error.contains("small") || error.contains("large"), "{error}");
+        let sidecar = names(&*mixed).into_iter().find(|name| name.ends_with(".cbor")).unwrap();
+        put(&*mixed, &sidecar, b"damaged".to_vec());
+        // A sidecar that cannot be read is none.
+        load(mixed).unwrap();
+    }
+}
+
+#[test]
+fn the_sidecar_notes_ranks_checksums_and_the_origin_of_a_save() {
+    let storage = Arc::new(MemoryStorage::new());
+    let writer = DcpWriter::builder(storage.clone())
+        .steps(20, Some(10))
+        .mesh([("dp", 1), ("tp", 2)])
+        .build();
+    save(&writer, &small_and_large(1)).unwrap();
+    let sidecar = block_on(DcpReader::new(storage.clone()).sidecar()).unwrap().unwrap();
+    assert_eq!((sidecar.step, sidecar.parent_step), (Some(20), Some(10)));
+    assert_eq!(sidecar.mesh, [("dp".to_owned(), 1), ("tp".to_owned(), 2)]);
+    let ranks: Vec<_> = sidecar.files.iter().map(|file| (file.rank, file.chunks.len())).collect();
+    assert_eq!(ranks, [(Some(0), 2), (Some(1), 2)]);
+    let plain = Arc::new(MemoryStorage::new());
+    save(&DcpWriter::builder(plain.clone()).sidecar(false).build(), &small_and_large(1)).unwrap();
+    assert!(block_on(DcpReader::new(plain.clone()).sidecar()).unwrap().is_none());
+    assert!(load(plain).unwrap().same(&small_and_large(1).loaded()));
+}

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use dcp::core::HostMemory;
 use dcp::core::checkpoint::ReadReport;
+use dcp::formats::dcp::DcpWriter;
 use dcp::{Checkpointer, DType, Region, StateDict, Tensor, Value};
 
 type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
@@ -34,6 +35,15 @@ fn main() -> Result {
             warm_up(dir)?;
             let start = Instant::now();
             dcp::save(&state, dir).blocking()?;
+            (start.elapsed(), None)
+        }
+        ["save-without-sidecar", dir, gib] => {
+            let state = model(tensors(gib)?)?;
+            warm_up(dir)?;
+            let plain = Checkpointer::new()
+                .writer(|storage| DcpWriter::builder(storage).sidecar(false).build());
+            let start = Instant::now();
+            plain.save(&state, dir).blocking()?;
             (start.elapsed(), None)
         }
         ["load", dir, gib] => {

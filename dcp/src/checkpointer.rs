@@ -18,7 +18,7 @@ use dcp_engine::{
     BackgroundSaver, Casts, CheckpointObserver, LoadMode, LoadSummary, Loader, SaveHandle,
     SaveSummary, Saver, Stager, WhenBusy,
 };
-use dcp_formats::dcp::{DcpReader, DcpWriter};
+use dcp_formats::dcp::DcpWriter;
 use dcp_planner::FlattenRule;
 
 type MakeWriter = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageWriter> + Send + Sync;
@@ -76,7 +76,8 @@ pub struct Checkpointer {
     writer: Arc<MakeWriter>,
     /// Whether the writer is the default one, which can note the step of a save.
     notes_steps: bool,
-    reader: Arc<MakeReader>,
+    /// `None` for the default one.
+    reader: Option<Arc<MakeReader>>,
 }
 
 impl Default for Checkpointer {
@@ -106,7 +107,7 @@ impl Checkpointer {
             loader: Loader::new(),
             writer: Arc::new(|storage| Arc::new(DcpWriter::new(storage))),
             notes_steps: true,
-            reader: Arc::new(|storage| Arc::new(DcpReader::new(storage))),
+            reader: None,
         }
     }
 
@@ -264,7 +265,7 @@ impl Checkpointer {
         R: StorageReader + 'static,
         F: Fn(Arc<dyn Storage>) -> R + Send + Sync + 'static,
     {
-        self.reader = Arc::new(move |storage| Arc::new(make(storage)));
+        self.reader = Some(Arc::new(move |storage| Arc::new(make(storage))));
         self
     }
 

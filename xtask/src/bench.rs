@@ -98,9 +98,10 @@ impl Bench {
             output(self.script("evict").arg(path)).map(drop)
         };
 
-        let [limit, save, torch, threads] = rounds([
+        let [limit, save, plain_save, torch, threads] = rounds([
             &|| fresh(&plain).and_then(|()| self.rust("write", &plain, &[&gib])),
             &|| fresh(&ours).and_then(|()| self.rust("save", &ours, &[&gib])),
+            &|| fresh(&ours).and_then(|()| self.rust("save-without-sidecar", &ours, &[&gib])),
             &|| fresh(&theirs).and_then(|()| self.torch("save", &theirs, &[&gib])),
             &|| fresh(&theirs).and_then(|()| self.torch("save", &theirs, &[&gib, "2"])),
         ])?;
@@ -110,6 +111,12 @@ impl Bench {
             ours: speed(save),
             torch: format!("{}; with `thread_count=2` {}", speed(torch), speed(threads)),
             limit: speed(limit),
+        });
+        rows.push(Row {
+            what: what("save without the sidecar, and its share of a save,"),
+            ours: format!("{}; {:.1} %", speed(plain_save), (save / plain_save - 1.0) * 100.0),
+            torch: String::new(),
+            limit: String::new(),
         });
 
         let [limit, load, torch] = rounds([

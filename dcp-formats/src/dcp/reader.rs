@@ -40,6 +40,7 @@ pub struct DcpReader {
     storage: Arc<dyn Storage>,
     verify_checksums: bool,
     verify_parts: bool,
+    compare_saved: bool,
     tolerant: bool,
     scratch_bytes: u64,
     progress: Option<ByteProgress>,
@@ -68,6 +69,7 @@ impl DcpReader {
             storage: Arc::new(ListedStorage::unlisted(storage)),
             verify_checksums: true,
             verify_parts: true,
+            compare_saved: false,
             tolerant: false,
             scratch_bytes: SCRATCH_BYTES,
             progress: None,
@@ -201,6 +203,14 @@ impl DcpReaderBuilder {
         self
     }
 
+    /// Whether reads compare the checksum in each archive with that in the sidecar, so that a file of
+    /// another save is an error. That costs one request; the default is false, because in a group
+    /// each rank would make it. Checks and jobs always compare.
+    pub fn compare_saved(mut self, compare: bool) -> Self {
+        self.reader.compare_saved = compare;
+        self
+    }
+
     /// Whether to accept a contradictory index, to look at a damaged checkpoint: missing or short
     /// files, chunks outside their tensor or overlapping. The reader then warns, and fails only
     /// when it reads such a part. The default is false.
@@ -256,7 +266,9 @@ impl StorageReader for DcpReader {
             self.scratch_bytes,
             self.progress.clone(),
         );
-        context.saved = self.saved_checksums().await?;
+        if self.compare_saved {
+            context.saved = self.saved_checksums().await?;
+        }
         context.archives = Some(Arc::clone(&self.archives));
         context.verify_parts = self.verify_parts;
         run(Arc::new(context), metadata, plan).await

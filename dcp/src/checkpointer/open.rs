@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use dcp_core::registry::{Access, StorageRegistry};
 use dcp_core::{CheckpointError, StorageReader, StorageWriter};
+use dcp_formats::dcp::DcpReader;
 
 use super::Checkpointer;
 
@@ -52,6 +53,13 @@ impl Checkpointer {
         &self,
         url: &str,
     ) -> Result<Arc<dyn StorageReader>, CheckpointError> {
-        Ok((self.reader)(self.traced_storages().open(url, Access::Read).await?))
+        let storage = self.traced_storages().open(url, Access::Read).await?;
+        Ok(match &self.reader {
+            Some(make) => make(storage),
+            // The ranks of a group would each read the sidecar.
+            None => {
+                Arc::new(DcpReader::builder(storage).compare_saved(self.group.is_none()).build())
+            }
+        })
     }
 }

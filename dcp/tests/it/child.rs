@@ -3,11 +3,13 @@
 use std::io::Write as _;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 
 use dcp::collectives::TcpConfig;
-use dcp::{Checkpointer, Storage};
+use dcp::core::CollectiveError;
+use dcp::core::bytes::Bytes;
+use dcp::{Checkpointer, Collective, Storage};
 use dcp_conformance::StallStorage;
 
 use crate::state::state;
@@ -16,6 +18,8 @@ const JOB: &str = "DCP_TEST_JOB";
 const PLACE: &str = "DCP_TEST_PLACE";
 /// Before which of its storage's operations, counted from 1, a child stops and says so.
 pub(crate) const STOP: &str = "DCP_TEST_STOP";
+/// Before which call of its collective in save number [`STEP`], counted from 1, a rank stops.
+pub(crate) const STOP_CALL: &str = "DCP_TEST_STOP_CALL";
 /// The save during which a rank stops.
 pub(crate) const STEP: u8 = 3;
 
@@ -73,8 +77,10 @@ fn save_once(place: &str) {
 
 fn save_as_a_rank(place: &str) {
     let config = TcpConfig::from_env().unwrap().deadline(Duration::from_secs(120));
-    let group = Arc::new(config.connect().unwrap());
-    let (rank, world) = (dcp::Collective::rank(&*group), dcp::Collective::world_size(&*group));
+    let group = config.connect().unwrap();
+    let (rank, world) = (group.rank(), group.world_size());
+    let left = Arc::new(AtomicU64::new(0));
+    let group = Arc::new(StoppingCollective { inner: Box::new(group), left: Arc::clone(&left) });
     let opened = AtomicU8::new(0);
     let storages = dcp::default_storages().layer(move |storage, _| {
         let step = opened.fetch_add(1, Ordering::Relaxed) + 1;
@@ -82,9 +88,70 @@ fn save_as_a_rank(place: &str) {
     });
     let checkpointer = Checkpointer::new().group(group).storages(storages);
     for step in 1.. {
+        if step == STEP {
+            let stop = std::env::var(STOP_CALL).map_or(0, |call| call.parse().unwrap());
+            left.store(stop, Ordering::Relaxed);
+        }
         match checkpointer.save(&state(step, rank, world), place).blocking() {
             Ok(_) => say(&format!("saved {step}")),
             Err(error) => return say(&format!("error {}", dcp::core::error::error_chain(&error))),
         }
+    }
+}
+
+/// A member of a group that says so and waits for its end when it has no calls left.
+#[derive(Debug)]
+struct StoppingCollective {
+    inner: Box<dyn Collective>,
+    /// Calls until it stops, with the one before which it does; 0 while it does not.
+    left: Arc<AtomicU64>,
+}
+
+impl StoppingCollective {
+    fn next(&self) -> &dyn Collective {
+        let before = self
+            .left
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+        if before == Ok(1) {
+            say("stopped");
+            loop {
+                std::thread::park();
+            }
+        }
+        &*self.inner
+    }
+}
+
+impl Collective for StoppingCollective {
+    fn rank(&self) -> u32 {
+        self.inner.rank()
+    }
+
+    fn world_size(&self) -> u32 {
+        self.inner.world_size()
+    }
+
+    fn gather(&self, root: u32, mine: Bytes) -> Result<Option<Vec<Bytes>>, CollectiveError> {
+        self.next().gather(root, mine)
+    }
+
+    fn scatter(&self, root: u32, all: Option<Vec<Bytes>>) -> Result<Bytes, CollectiveError> {
+        self.next().scatter(root, all)
+    }
+
+    fn broadcast(&self, root: u32, from_root: Option<Bytes>) -> Result<Bytes, CollectiveError> {
+        self.next().broadcast(root, from_root)
+    }
+
+    fn all_gather(&self, mine: Bytes) -> Result<Vec<Bytes>, CollectiveError> {
+        self.next().all_gather(mine)
+    }
+
+    fn barrier(&self) -> Result<(), CollectiveError> {
+        self.next().barrier()
+    }
+
+    fn abort(&self, reason: &str) {
+        self.inner.abort(reason);
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use dcp_testing::Tortured;
 use socket2::{Domain, Socket, Type};
 
-use crate::child::{STEP, STOP, start};
+use crate::child::{STEP, STOP, STOP_CALL, start};
 use crate::state::load;
 
 pub(crate) struct Rank {
@@ -107,5 +107,29 @@ fn when_a_rank_is_killed_at_any_operation_the_others_name_it_and_the_checkpoint_
         }
         row.report();
         assert_eq!(loaded, if victim == 0 { STEP } else { STEP - 1 });
+    }
+}
+
+#[test]
+fn when_a_rank_is_killed_at_any_message_the_others_name_it_and_the_checkpoint_stays() {
+    for victim in 0..3 {
+        let how = match victim {
+            0 => "SIGKILL of the coordinator before a message",
+            _ => "SIGKILL of a rank before a message",
+        };
+        let mut row = Tortured::new("overwrite, 3 processes over TCP", how);
+        for call in 1.. {
+            let folder = tempfile::tempdir().unwrap();
+            let place = folder.path().join("run").display().to_string();
+            if !killed_before("rank", &place, victim, &[(STOP_CALL, call.to_string())]) {
+                assert!(call > 2, "rank {victim} exchanges {call} messages");
+                break;
+            }
+            let step = load(&place).unwrap();
+            assert!(step == STEP - 1 || step == STEP, "{step} at message {call}");
+            row.points += 1;
+            row.count(if step == STEP { "new" } else { "old" });
+        }
+        row.report();
     }
 }

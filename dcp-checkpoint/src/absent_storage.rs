@@ -6,8 +6,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadOutcome, ReadRequest,
-    Upload, UploadOptions, WholeObject,
+    Capabilities, Claim, FolderStream, Leftover, LeftoverAction, ObjectMeta, ObjectStream, PutMode,
+    ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 
@@ -73,8 +73,17 @@ impl Storage for AbsentStorage {
         Ok(Arc::new(Self))
     }
 
-    async fn remove_leftovers(&self, _: Option<&Key>, _: Duration) -> Result<u64, StorageError> {
-        Ok(0)
+    async fn leftovers(
+        &self,
+        _: Option<&Key>,
+        _: Duration,
+        _: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
+        Ok(Vec::new())
+    }
+
+    async fn remove_empty_folders(&self, _: &Key) -> Result<(), StorageError> {
+        Ok(())
     }
 }
 

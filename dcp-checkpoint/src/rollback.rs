@@ -183,7 +183,7 @@ impl Watched {
 #[async_trait]
 impl Storage for Watched {
     dcp_core::forward_storage!(
-        storage: capabilities, stat, read, read_whole, list, list_folder, remove_leftovers
+        storage: capabilities, stat, read, read_whole, list, list_folder, leftovers, remove_empty_folders
     );
 
     async fn put(

@@ -13,7 +13,8 @@ use dcp_core::error::StorageOp;
 use dcp_core::format::Subfolder;
 use dcp_core::registry::{Access, StorageRegistry};
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, Upload, UploadOptions,
+    Capabilities, Claim, FolderStream, Leftover, LeftoverAction, ObjectMeta, ObjectStream, PutMode,
+    Upload, UploadOptions,
 };
 use dcp_core::{DType, Key, Payload, Storage, StorageError, StorageErrorKind};
 use dcp_storage_fs::FsStorage;
@@ -176,7 +177,16 @@ impl Storage for Web {
         Err(unsupported(StorageOp::Claim))
     }
 
-    async fn remove_leftovers(&self, _: Option<&Key>, _: Duration) -> Result<u64, StorageError> {
-        Err(unsupported(StorageOp::RemoveLeftovers))
+    async fn leftovers(
+        &self,
+        _: Option<&Key>,
+        _: Duration,
+        action: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
+        Err(unsupported(action.op()))
+    }
+
+    async fn remove_empty_folders(&self, _: &Key) -> Result<(), StorageError> {
+        Ok(())
     }
 }

@@ -5,7 +5,8 @@
 //!   MiB, without a group, with options of the storage.
 //! - `raw-save BUCKET GIB [NAME=VALUE]...`, `raw-load BUCKET GIB [NAME=VALUE]...`: the same bytes in
 //!   one object, by `object_store` alone.
-//! - `serve BUCKET [MILLISECONDS]`: a server that delays every answer, until standard input ends.
+//! - `serve BUCKET MILLISECONDS`: a server of S3's protocol that delays every answer, until standard
+//!   input ends. Prints its address.
 #![allow(clippy::print_stdout, reason = "a program that prints")]
 
 use std::error::Error;
@@ -16,9 +17,10 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use dcp::core::registry::StorageOptions;
 use dcp::{Checkpointer, DType, Opener, Region, StateDict, StorageRegistry, Tensor};
-use dcp_conformance::http::{FaultProxy, FaultRule, GcsDouble, HttpFault, HttpTraffic};
+use dcp_conformance::http::{GcsDouble, HttpTraffic, S3Double};
 use futures_util::{StreamExt, TryStreamExt, stream};
-use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use nix::sys::resource::{UsageWho, getrusage};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::{ClientOptions, MultipartUpload, ObjectStore, ObjectStoreExt};
 use serde_json::{Value, json};
 
@@ -26,11 +28,14 @@ type Result<T = ()> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
 const TENSOR: [u64; 2] = [2048, 4096];
 const TENSOR_BYTES: usize = 32 << 20;
-/// What `object_store` alone sends at a time, and how many of them.
+/// What `object_store` alone sends at a time, and how many of them: as many bytes as ours have in
+/// flight.
 const RAW_BYTES: usize = 16 << 20;
-const RAW_IN_FLIGHT: usize = 8;
+const RAW_IN_FLIGHT: usize = 16;
 
 fn main() -> Result {
+    // Only the first call in a process fails to be the first.
+    let _ = rustls::crypto::ring::default_provider().install_default();
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let report = match *args {
@@ -38,22 +43,26 @@ fn main() -> Result {
         ["save", url, gib, ref options @ ..] => {
             let (state, checkpointer) = (model(tensors(gib)?)?, checkpointer(options)?);
             warm_up(&checkpointer, url)?;
-            timed(|| checkpointer.save(&state, url).blocking().map(drop))?
+            timed(async || Ok(drop(checkpointer.save(&state, url).await?)))?
         }
         ["load", url, gib, ref options @ ..] => {
             let (mut state, checkpointer) = (model(tensors(gib)?)?, checkpointer(options)?);
             warm_up(&checkpointer, url)?;
-            timed(|| checkpointer.load(&mut state, url).blocking().map(drop))?
+            timed(async || Ok(drop(checkpointer.load(&mut state, url).await?)))?
         }
         ["raw-save", bucket, gib, ref options @ ..] => {
-            let bytes = tensors(gib)? * TENSOR_BYTES;
-            dcp::block_on(raw_save(store(bucket, options)?, bytes))??
+            let store = store(bucket, options)?;
+            let memory = Bytes::from(vec![7; tensors(gib)? * TENSOR_BYTES]);
+            dcp::block_on(store.put(&"warm-up".into(), "x".into()))??;
+            timed(async || raw_save(&*store, &memory).await)?
         }
         ["raw-load", bucket, gib, ref options @ ..] => {
-            let bytes = tensors(gib)? * TENSOR_BYTES;
-            dcp::block_on(raw_load(store(bucket, options)?, bytes))??
+            let store = store(bucket, options)?;
+            // Touched before, as the tensors of a state dict are.
+            let mut memory = vec![7; tensors(gib)? * TENSOR_BYTES];
+            dcp::block_on(store.get(&"warm-up".into()))??;
+            timed(async || raw_load(&store, &mut memory).await)?
         }
-        ["serve", bucket] => return serve(bucket, "0"),
         ["serve", bucket, milliseconds] => return serve(bucket, milliseconds),
         _ => return Err("see the comment at the top of this example".into()),
     };
@@ -61,14 +70,22 @@ fn main() -> Result {
     Ok(())
 }
 
-fn timed<E: Error + Send + Sync + 'static>(
-    work: impl FnOnce() -> std::result::Result<(), E>,
-) -> Result<Value> {
-    let before = peak_memory()?;
-    let start = Instant::now();
-    work()?;
+/// The time, the processor's time and the additional memory of a job.
+fn timed(work: impl AsyncFnOnce() -> Result) -> Result<Value> {
+    let (memory, cpu, start) = (peak_memory()?, cpu_seconds()?, Instant::now());
+    dcp::block_on(work())??;
     let seconds = start.elapsed().as_secs_f64();
-    Ok(json!({"seconds": seconds, "memory": peak_memory()?.saturating_sub(before)}))
+    Ok(json!({
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds()? - cpu,
+        "memory": peak_memory()?.saturating_sub(memory),
+    }))
+}
+
+fn cpu_seconds() -> Result<f64> {
+    let usage = getrusage(UsageWho::RUSAGE_SELF)?;
+    let seconds = [usage.user_time(), usage.system_time()];
+    Ok(seconds.iter().map(|time| time.tv_sec() as f64 + time.tv_usec() as f64 / 1e6).sum())
 }
 
 /// The most memory that this process had so far, in bytes.
@@ -117,36 +134,33 @@ fn warm_up(checkpointer: &Checkpointer, url: &str) -> Result {
 }
 
 fn store(bucket: &str, given: &[&str]) -> Result<Arc<dyn ObjectStore>> {
-    let client = ClientOptions::new().with_allow_http(true);
-    let mut builder = GoogleCloudStorageBuilder::new().with_bucket_name(bucket);
+    let client = ClientOptions::new()
+        .with_allow_http(true)
+        .with_timeout_disabled()
+        .with_pool_max_idle_per_host(64);
+    let mut builder = AmazonS3Builder::from_env().with_bucket_name(bucket);
     for option in given {
         let (name, value) = option.split_once('=').ok_or("NAME=VALUE")?;
-        builder = builder.with_config(name.parse::<GoogleConfigKey>()?, value);
+        builder = builder.with_config(name.parse::<AmazonS3ConfigKey>()?, value);
     }
     Ok(Arc::new(builder.with_client_options(client).build()?))
 }
 
-async fn raw_save(store: Arc<dyn ObjectStore>, bytes: usize) -> Result<Value> {
-    let memory = Bytes::from(vec![7; bytes]);
-    store.put(&"warm-up".into(), "x".into()).await?;
-    let start = Instant::now();
+async fn raw_save(store: &dyn ObjectStore, memory: &Bytes) -> Result {
     let mut upload = store.put_multipart(&"raw".into()).await?;
     let mut parts = Vec::new();
-    for start in (0..bytes).step_by(RAW_BYTES) {
-        let part = memory.slice(start..(start + RAW_BYTES).min(bytes));
+    for start in (0..memory.len()).step_by(RAW_BYTES) {
+        let part = memory.slice(start..(start + RAW_BYTES).min(memory.len()));
         parts.push(upload.put_part(part.into()));
     }
     stream::iter(parts).buffer_unordered(RAW_IN_FLIGHT).try_collect::<()>().await?;
     upload.complete().await?;
-    Ok(json!({"seconds": start.elapsed().as_secs_f64()}))
+    Ok(())
 }
 
-async fn raw_load(store: Arc<dyn ObjectStore>, bytes: usize) -> Result<Value> {
-    // Touched before, as the tensors of a state dict are.
-    let mut memory = vec![7_u8; bytes];
-    let start = Instant::now();
+async fn raw_load(store: &Arc<dyn ObjectStore>, memory: &mut [u8]) -> Result {
     let pieces = memory.chunks_mut(RAW_BYTES).enumerate().map(|(number, piece)| {
-        let (store, first) = (Arc::clone(&store), (number * RAW_BYTES) as u64);
+        let (store, first) = (Arc::clone(store), (number * RAW_BYTES) as u64);
         async move {
             let range = first..first + piece.len() as u64;
             let found = store.get_range(&"raw".into(), range).await?;
@@ -155,25 +169,13 @@ async fn raw_load(store: Arc<dyn ObjectStore>, bytes: usize) -> Result<Value> {
         }
     });
     stream::iter(pieces).buffer_unordered(RAW_IN_FLIGHT).try_collect::<()>().await?;
-    Ok(json!({"seconds": start.elapsed().as_secs_f64()}))
+    Ok(())
 }
 
 /// A server in a process of its own, whose memory is not ours.
 fn serve(bucket: &str, milliseconds: &str) -> Result {
-    let double = GcsDouble::start(&[bucket])?;
-    let delay = Duration::from_millis(milliseconds.parse()?);
-    let proxy = match delay.is_zero() {
-        true => None,
-        false => {
-            let proxy = FaultProxy::start(&double.endpoint())?;
-            proxy.add(FaultRule::new(HttpFault::Delay { delay }));
-            Some(proxy)
-        }
-    };
-    let endpoint = proxy.as_ref().map_or_else(|| double.endpoint(), FaultProxy::endpoint);
-    // `object_store` requests a token of Google unless the account says that there is none.
-    let account = double.service_account().replace(&double.endpoint(), &endpoint);
-    println!("google_service_account_key={account}");
+    let double = S3Double::start(&[bucket], Duration::from_millis(milliseconds.parse()?))?;
+    println!("{}", double.endpoint());
     std::io::stdin().read_to_end(&mut Vec::new())?;
     Ok(())
 }

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_core::storage::{
-    Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome, ReadRequest,
-    Upload, UploadOptions, WholeObject,
+    Claim, FolderStream, Leftover, LeftoverAction, ObjectMeta, ObjectStream, PartFuture, PutMode,
+    ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError};
 
@@ -58,8 +58,10 @@ pub struct Counts {
     pub deleted_keys: u64,
     /// Calls of [`Storage::claim`].
     pub claims: u64,
-    /// Calls of [`Storage::remove_leftovers`].
-    pub leftover_removals: u64,
+    /// Calls of [`Storage::leftovers`].
+    pub leftovers: u64,
+    /// Calls of [`Storage::remove_empty_folders`].
+    pub folder_removals: u64,
     /// Bytes read.
     pub bytes_read: u64,
     /// Bytes written by puts and parts.
@@ -72,7 +74,7 @@ impl Counts {
     pub fn operations(&self) -> u64 {
         let of_objects = self.stats + self.reads + self.whole_reads + self.puts;
         let of_objects = of_objects + self.lists + self.folder_lists + self.deletes;
-        let of_objects = of_objects + self.claims + self.leftover_removals;
+        let of_objects = of_objects + self.claims + self.leftovers + self.folder_removals;
         of_objects + self.uploads + self.parts + self.completes + self.aborts
     }
 }
@@ -198,13 +200,19 @@ impl Storage for CountingStorage {
         Ok(Arc::new(CountingClaim { inner, storage: self.clone(), key: key.clone() }))
     }
 
-    async fn remove_leftovers(
+    async fn leftovers(
         &self,
         folder: Option<&Key>,
         min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        self.tally().counts.leftover_removals += 1;
-        self.inner.remove_leftovers(folder, min_age).await
+        action: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
+        self.tally().counts.leftovers += 1;
+        self.inner.leftovers(folder, min_age, action).await
+    }
+
+    async fn remove_empty_folders(&self, folder: &Key) -> Result<(), StorageError> {
+        self.tally().counts.folder_removals += 1;
+        self.inner.remove_empty_folders(folder).await
     }
 }
 
@@ -289,7 +297,8 @@ mod tests {
             storage.read_range(&a, 3..9).await.unwrap_err();
             storage.delete(&[b.clone(), a.clone()]).await.unwrap();
             drop((storage.list(None), storage.list_folder(None)));
-            storage.remove_leftovers(None, Duration::ZERO).await.unwrap();
+            storage.leftovers(None, Duration::ZERO, LeftoverAction::List).await.unwrap();
+            storage.remove_empty_folders(&a).await.unwrap();
         });
         let counts = storage.counts();
         let expected = Counts {
@@ -307,12 +316,13 @@ mod tests {
             deletes: 1,
             deleted_keys: 2,
             claims: 0,
-            leftover_removals: 1,
+            leftovers: 1,
+            folder_removals: 1,
             bytes_read: 7,
             bytes_written: 8,
         };
         assert_eq!(counts, expected);
-        assert_eq!(counts.operations(), 15);
+        assert_eq!(counts.operations(), 16);
         assert_eq!((storage.requests(&a), storage.requests(&b)), (7, 4));
         assert_eq!(storage.requests_by_key().len(), 3);
         assert_eq!(storage.reset(), expected);

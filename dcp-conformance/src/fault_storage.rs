@@ -8,8 +8,8 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
-    Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome, ReadRequest,
-    Upload, UploadOptions, WholeObject,
+    Claim, FolderStream, Leftover, LeftoverAction, ObjectMeta, ObjectStream, PartFuture, PutMode,
+    ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::stream;
@@ -302,13 +302,22 @@ impl Storage for FaultStorage {
         Ok(Arc::new(FaultClaim { inner, storage: self.clone(), key: key.clone() }))
     }
 
-    async fn remove_leftovers(
+    async fn leftovers(
         &self,
         folder: Option<&Key>,
         min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        let op = (StorageOp::RemoveLeftovers, Effect::TakesNoSpace);
-        self.run(op, folder, self.inner.remove_leftovers(folder, min_age)).await
+        action: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
+        let effect = match action {
+            LeftoverAction::List => Effect::None,
+            LeftoverAction::Remove => Effect::TakesNoSpace,
+        };
+        self.run((action.op(), effect), folder, self.inner.leftovers(folder, min_age, action)).await
+    }
+
+    async fn remove_empty_folders(&self, folder: &Key) -> Result<(), StorageError> {
+        let op = (StorageOp::RemoveFolders, Effect::TakesNoSpace);
+        self.run(op, Some(folder), self.inner.remove_empty_folders(folder)).await
     }
 }
 

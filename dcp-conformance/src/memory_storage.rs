@@ -11,8 +11,9 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
-    Capabilities, Claim, ConditionalClaim, FolderEntry, FolderStream, ObjectMeta, ObjectStream,
-    PutMode, ReadInto, ReadOutcome, ReadRequest, Upload, UploadOptions, Version, WholeObject,
+    Capabilities, Claim, ConditionalClaim, FolderEntry, FolderStream, Leftover, LeftoverAction,
+    ObjectMeta, ObjectStream, PutMode, ReadInto, ReadOutcome, ReadRequest, Upload, UploadOptions,
+    Version, WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::stream;
@@ -314,8 +315,17 @@ impl Storage for MemoryStorage {
         Ok(Arc::new(MemoryClaim { storage: self.clone(), key: key.clone() }))
     }
 
-    async fn remove_leftovers(&self, _: Option<&Key>, _: Duration) -> Result<u64, StorageError> {
-        Ok(0)
+    async fn leftovers(
+        &self,
+        _: Option<&Key>,
+        _: Duration,
+        _: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
+        Ok(Vec::new())
+    }
+
+    async fn remove_empty_folders(&self, _: &Key) -> Result<(), StorageError> {
+        Ok(())
     }
 }
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_core::storage::{
-    Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome, ReadRequest,
-    Upload, UploadOptions, WholeObject,
+    Claim, FolderStream, Leftover, LeftoverAction, ObjectMeta, ObjectStream, PartFuture, PutMode,
+    ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError};
 use futures_util::{StreamExt, stream};
@@ -172,13 +172,19 @@ impl Storage for StallStorage {
         Ok(Arc::new(StallClaim { inner, storage: self.clone() }))
     }
 
-    async fn remove_leftovers(
+    async fn leftovers(
         &self,
         folder: Option<&Key>,
         min_age: Duration,
-    ) -> Result<u64, StorageError> {
+        action: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
         self.pass().await;
-        self.inner.remove_leftovers(folder, min_age).await
+        self.inner.leftovers(folder, min_age, action).await
+    }
+
+    async fn remove_empty_folders(&self, folder: &Key) -> Result<(), StorageError> {
+        self.pass().await;
+        self.inner.remove_empty_folders(folder).await
     }
 }
 

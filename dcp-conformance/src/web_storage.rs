@@ -6,7 +6,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, Upload, UploadOptions,
+    Capabilities, Claim, FolderStream, Leftover, LeftoverAction, ObjectMeta, ObjectStream, PutMode,
+    Upload, UploadOptions,
 };
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::stream;
@@ -73,11 +74,16 @@ impl Storage for WebStorage {
         Err(unsupported(StorageOp::Claim, Some(key)))
     }
 
-    async fn remove_leftovers(
+    async fn leftovers(
         &self,
         folder: Option<&Key>,
         _: Duration,
-    ) -> Result<u64, StorageError> {
-        Err(unsupported(StorageOp::RemoveLeftovers, folder))
+        action: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
+        Err(unsupported(action.op(), folder))
+    }
+
+    async fn remove_empty_folders(&self, folder: &Key) -> Result<(), StorageError> {
+        Err(unsupported(StorageOp::RemoveFolders, Some(folder)))
     }
 }

@@ -8,6 +8,7 @@ mod capabilities;
 mod conditional_claim;
 mod ext;
 mod forward;
+mod leftover;
 mod object;
 
 use std::fmt;
@@ -28,6 +29,7 @@ use crate::payload::Payload;
 pub use capabilities::{Capabilities, WriteLimits};
 pub use conditional_claim::ConditionalClaim;
 pub use ext::{READ_ALL_BYTES_MAX, StorageExt};
+pub use leftover::{Leftover, LeftoverAction, LeftoverKind};
 pub use object::{
     FolderEntry, ObjectMeta, PutMode, ReadInto, ReadOutcome, ReadRequest, UploadOptions, Version,
     WholeObject,
@@ -193,8 +195,17 @@ pub type PartFuture = Pin<Box<dyn Future<Output = Result<(), StorageError>> + Se
 ///         Err(error(Kind::Unsupported, Op::Claim, key))
 ///     }
 ///
-///     async fn remove_leftovers(&self, _: Option<&Key>, _: Duration) -> Result<u64, StorageError> {
-///         Ok(0)
+///     async fn leftovers(
+///         &self,
+///         _: Option<&Key>,
+///         _: Duration,
+///         _: LeftoverAction,
+///     ) -> Result<Vec<Leftover>, StorageError> {
+///         Ok(Vec::new())
+///     }
+///
+///     async fn remove_empty_folders(&self, _: &Key) -> Result<(), StorageError> {
+///         Ok(())
 ///     }
 /// }
 ///
@@ -343,18 +354,28 @@ pub trait Storage: fmt::Debug + Send + Sync + 'static {
     /// [`Capabilities::claims`] is false.
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError>;
 
-    /// Removes what uploads that never ended left behind, everywhere or in `folder`: temporary files
-    /// and parts of uploads that began at least `min_age` ago and whose process, as far as it is
-    /// known, no longer runs. Returns how many.
+    /// What uploads that never ended left behind, everywhere or in `folder`: temporary files and
+    /// parts of uploads that began at least `min_age` ago and whose process, as far as it is known,
+    /// no longer runs. [`LeftoverAction::Remove`] removes it, too.
     ///
     /// # Errors
     ///
     /// [`Unsupported`](StorageErrorKind::Unsupported) when the storage cannot list what is left.
-    async fn remove_leftovers(
+    async fn leftovers(
         &self,
         folder: Option<&Key>,
         min_age: Duration,
-    ) -> Result<u64, StorageError>;
+        action: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError>;
+
+    /// Removes `folder` and the folders in it, as far as they are empty, where the storage has
+    /// folders without objects. One that gets an object meanwhile stays, and so do the object and
+    /// what is linked to. Does nothing in other storages.
+    ///
+    /// # Errors
+    ///
+    /// When an empty folder cannot be removed.
+    async fn remove_empty_folders(&self, folder: &Key) -> Result<(), StorageError>;
 }
 
 /// The right to replace an object, from [`Storage::claim`].
@@ -373,7 +394,7 @@ pub trait Claim: fmt::Debug + Send + Sync {
 /// An unfinished object, from [`Storage::start_upload`].
 ///
 /// Dropping it without [`complete`](Upload::complete) leaves no object under the key, but uploaded
-/// parts may occupy space until [`abort`](Upload::abort), [`Storage::remove_leftovers`] or the
+/// parts may occupy space until [`abort`](Upload::abort), [`Storage::leftovers`] or the
 /// storage's own clean-up.
 #[async_trait]
 pub trait Upload: fmt::Debug + Send {

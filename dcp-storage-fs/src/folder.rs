@@ -3,10 +3,12 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
-use rustix::fs::{AtFlags, FileType, Mode, fsync, mkdirat, statat};
+use rustix::fs::{AtFlags, FileType, Mode, fsync, mkdirat, statat, unlinkat};
 use rustix::io::Errno;
 
+use crate::error::is_absence;
 use crate::root::{FOLDER, Root, split};
+use crate::folder_listing::look_into;
 
 /// Opens the folder at `path`; creates it and those above it if they are missing.
 pub(crate) fn open_or_create(root: &Root, path: &str) -> io::Result<OwnedFd> {
@@ -63,6 +65,33 @@ pub(crate) fn sync(folder: &OwnedFd) -> io::Result<()> {
             Ok(())
         }
     }
+}
+
+/// Removes the folder at `path` and those in it that are empty. Links are not followed.
+pub(crate) fn remove_empty(root: &Root, path: &str, sync: bool) -> io::Result<()> {
+    // Each folder after the one that it is in.
+    let (mut folders, mut next) = (vec![path.to_owned()], 0);
+    while let Some(path) = folders.get(next) {
+        if let Some((_, found)) = look_into(root, path)? {
+            folders.extend(found.folders);
+        }
+        next += 1;
+    }
+    for path in folders.iter().rev() {
+        let Some((above, name)) = split(path) else { continue };
+        let parent = match root.open_below(above, FOLDER) {
+            Ok(parent) => parent,
+            Err(error) if is_absence(&error) => continue,
+            Err(error) => return Err(error),
+        };
+        match unlinkat(&parent, name, AtFlags::REMOVEDIR) {
+            Ok(()) if sync => self::sync(&parent)?,
+            // `NOTDIR` is that of a link.
+            Ok(()) | Err(Errno::NOTEMPTY | Errno::EXIST | Errno::NOENT | Errno::NOTDIR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
 }
 
 /// Whether there is a folder of that name.

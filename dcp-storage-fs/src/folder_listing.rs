@@ -30,6 +30,7 @@ pub(crate) struct Found {
 #[derive(Debug)]
 pub(crate) struct FoundTemp {
     pub(crate) name: String,
+    pub(crate) byte_len: u64,
     pub(crate) modified: Option<SystemTime>,
 }
 
@@ -58,8 +59,9 @@ pub(crate) fn look_into(root: &Root, path: &str) -> io::Result<Option<(OwnedFd, 
         };
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile if is_temp(name) => {
+                let byte_len = u64::try_from(stat.st_size).unwrap_or(0);
                 let modified = modified(&stat);
-                found.temps.push(FoundTemp { name: name.to_owned(), modified });
+                found.temps.push(FoundTemp { name: name.to_owned(), byte_len, modified });
             }
             FileType::RegularFile if is_reserved(name) => {}
             FileType::RegularFile => {

@@ -1,8 +1,9 @@
-//! Removes the temporary files of killed writers.
+//! Finds and removes the temporary files of killed writers.
 
 use std::io;
 use std::time::{Duration, SystemTime};
 
+use dcp_core::storage::{Leftover, LeftoverAction, LeftoverKind};
 use rustix::fs::{AtFlags, unlinkat};
 use rustix::io::Errno;
 
@@ -15,59 +16,69 @@ use crate::root::Root;
 /// that machine are unknown.
 const DISTANT_AGE: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Removes temporary files that are older than `min_age` and whose writer is not known to run, in
-/// the folder at `path` and those below it, and returns their number. Whether a writer on another
-/// machine runs is unknown.
-pub(crate) fn clean(root: &Root, path: &str, min_age: Duration, sync: bool) -> io::Result<u64> {
+/// Temporary files that are older than `min_age` and whose writer is not known to run, in the folder
+/// at `path` and those below it. Whether a writer on another machine runs is unknown.
+pub(crate) fn find(
+    root: &Root,
+    path: &str,
+    min_age: Duration,
+    action: LeftoverAction,
+    sync: bool,
+) -> io::Result<Vec<Leftover>> {
     let is_dead = |owner: Owner, age: Option<Duration>| age >= Some(min_age) && !owner.is_alive();
-    let mut removed = 0;
+    let mut all = Vec::new();
     let mut folders = vec![path.to_owned()];
     while let Some(path) = folders.pop() {
-        let (some, below) = clean_folder(root, &path, is_dead, sync)?;
-        removed += some;
+        let (some, below) = find_in(root, &path, is_dead, action, sync)?;
+        all.extend(some);
         folders.extend(below);
     }
-    Ok(removed)
+    Ok(all)
 }
 
-/// The same for the root folder alone: files of dead processes of this machine, and files that are
-/// a day old.
-pub(crate) fn clean_root(root: &Root, sync: bool) -> io::Result<u64> {
+/// Removes those of the root folder alone: files of dead processes of this machine, and files that
+/// are a day old.
+pub(crate) fn clean_root(root: &Root, sync: bool) -> io::Result<()> {
     let is_dead = |owner: Owner, age: Option<Duration>| {
         !owner.is_alive() && (owner.is_here() || age >= Some(DISTANT_AGE))
     };
-    Ok(clean_folder(root, "", is_dead, sync)?.0)
+    find_in(root, "", is_dead, LeftoverAction::Remove, sync).map(drop)
 }
 
-/// Returns how many files were removed, and the folders in this one.
-fn clean_folder(
+/// Returns the dead files, and the folders in this one.
+fn find_in(
     root: &Root,
     path: &str,
     is_dead: impl Fn(Owner, Option<Duration>) -> bool,
+    action: LeftoverAction,
     sync: bool,
-) -> io::Result<(u64, Vec<String>)> {
-    let Some((fd, found)) = look_into(root, path)? else { return Ok((0, Vec::new())) };
+) -> io::Result<(Vec<Leftover>, Vec<String>)> {
+    let Some((fd, found)) = look_into(root, path)? else { return Ok(Default::default()) };
     let now = SystemTime::now();
-    let mut removed = 0;
-    for temp in &found.temps {
+    let mut dead = Vec::new();
+    for temp in found.temps {
         // A time in the future comes from another machine's clock: the file is new.
         let age = temp.modified.and_then(|modified| now.duration_since(modified).ok());
         if !Owner::of_temp(&temp.name).is_some_and(|owner| is_dead(owner, age)) {
             continue;
         }
-        match unlinkat(&fd, &temp.name, AtFlags::empty()) {
-            Ok(()) => {
-                #[cfg(feature = "disk-log")]
-                crate::disk_log::unlinked(&fd, &temp.name);
-                tracing::info!(folder = %path, name = %temp.name, "removed a leftover");
-                removed += 1;
+        if action == LeftoverAction::Remove {
+            match unlinkat(&fd, &temp.name, AtFlags::empty()) {
+                Ok(()) => {
+                    #[cfg(feature = "disk-log")]
+                    crate::disk_log::unlinked(&fd, &temp.name);
+                    tracing::info!(folder = %path, name = %temp.name, "removed a leftover");
+                }
+                Err(Errno::NOENT) => continue,
+                Err(error) => return Err(error.into()),
             }
-            Err(Errno::NOENT) => {}
-            Err(error) => return Err(error.into()),
         }
+        let name = if path.is_empty() { temp.name } else { format!("{path}/{}", temp.name) };
+        let leftover = Leftover::new(LeftoverKind::TemporaryFile, name);
+        dead.push(leftover.with_byte_len(Some(temp.byte_len)).with_modified(temp.modified));
     }
-    if removed > 0 && sync {
+    if action == LeftoverAction::Remove && !dead.is_empty() && sync {
         folder::sync(&fd)?;
     }
-    Ok((removed, found.folders))
+    Ok((dead, found.folders))
 }

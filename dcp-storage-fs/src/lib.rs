@@ -26,7 +26,7 @@
 //! current tokio runtime. Without a runtime they block the caller.
 //!
 //! A writer that is killed leaves its temporary file behind. It is never listed, and
-//! [`remove_leftovers`](dcp_core::Storage::remove_leftovers) removes it.
+//! [`leftovers`](dcp_core::Storage::leftovers) removes it.
 
 #![cfg(unix)]
 

@@ -8,14 +8,15 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadOutcome,
-    ReadRequest, Upload, UploadOptions, WholeObject,
+    Capabilities, Claim, FolderEntry, FolderStream, Leftover, LeftoverAction, ObjectMeta,
+    ObjectStream, PutMode, ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::{TryStreamExt, stream};
 
 use crate::blocking::blocking;
 use crate::error::{classify, on_key};
+use crate::folder;
 use crate::folder_listing::{is_linked, look_into};
 use crate::leftovers;
 use crate::lock::FsClaim;
@@ -182,19 +183,31 @@ impl Storage for FsStorage {
         Ok(Arc::new(claim.await?))
     }
 
-    async fn remove_leftovers(
+    async fn leftovers(
         &self,
         folder: Option<&Key>,
         min_age: Duration,
-    ) -> Result<u64, StorageError> {
+        action: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
         let Shared { root, sync, .. } = &*self.0;
         let (root, sync, folder) = (Arc::clone(root), *sync, folder.cloned());
-        let op = StorageOp::RemoveLeftovers;
+        let op = action.op();
         let for_thread = folder.clone();
         blocking(op, folder.as_ref(), move || {
             let path = for_thread.as_ref().map_or("", Key::as_str);
-            leftovers::clean(&root, path, min_age, sync)
+            leftovers::find(&root, path, min_age, action, sync)
                 .map_err(|error| classify(op, for_thread.as_ref(), error))
+        })
+        .await
+    }
+
+    async fn remove_empty_folders(&self, folder: &Key) -> Result<(), StorageError> {
+        let Shared { root, sync, .. } = &*self.0;
+        let (root, sync, for_thread) = (Arc::clone(root), *sync, folder.clone());
+        let op = StorageOp::RemoveFolders;
+        blocking(op, Some(folder), move || {
+            folder::remove_empty(&root, for_thread.as_str(), sync)
+                .map_err(|error| classify(op, Some(&for_thread), error))
         })
         .await
     }

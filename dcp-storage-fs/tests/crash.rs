@@ -12,7 +12,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use dcp_conformance::{Trial, run};
-use dcp_core::storage::{PutMode, UploadOptions};
+use dcp_core::storage::{LeftoverAction, PutMode, UploadOptions};
 use dcp_core::{Key, Payload, Storage, StorageErrorKind};
 use dcp_storage_fs::FsStorage;
 use dcp_storage_fs::disk_log::DiskLog;
@@ -193,7 +193,16 @@ fn limit_writer() {
 fn clean_up() {
     let folder = tempfile::tempdir().unwrap();
     let storage = FsStorage::open(folder.path()).unwrap();
-    let clean = |age| runtime().block_on(storage.remove_leftovers(None, age)).unwrap();
+    let found = |age, action| {
+        let found = runtime().block_on(storage.leftovers(None, age, action)).unwrap();
+        found.into_iter().map(|one| (one.path, one.byte_len)).collect::<Vec<_>>()
+    };
+    let clean = |age| {
+        let listed = found(age, LeftoverAction::List);
+        assert_eq!(listed, found(age, LeftoverAction::List), "a list removes nothing");
+        assert_eq!(listed, found(age, LeftoverAction::Remove));
+        listed.len()
+    };
     let old = Duration::ZERO;
     let key = |name: &str| Key::new(name).unwrap();
 

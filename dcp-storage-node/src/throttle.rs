@@ -139,7 +139,7 @@ impl ThrottledStorage {
 impl Storage for ThrottledStorage {
     dcp_core::forward_storage!(
         inner: capabilities, stat, read, read_whole, list, list_folder, delete, claim,
-        remove_leftovers
+        leftovers, remove_empty_folders
     );
 
     async fn put(

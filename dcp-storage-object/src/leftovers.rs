@@ -1,9 +1,9 @@
-//! Removes what uploads that never ended left behind.
+//! Finds and removes what uploads that never ended left behind.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use dcp_core::error::StorageOp as Op;
+use dcp_core::storage::{Leftover, LeftoverAction, LeftoverKind};
 use dcp_core::{Key, StorageError};
 use futures_util::TryStreamExt;
 use object_store::path::Path;
@@ -14,48 +14,62 @@ use crate::list::not_root;
 use crate::path::UPLOAD_NAME;
 use crate::retry::Attempts;
 
-/// Removes objects that are unfinished uploads, and aborts uploads where the store can list them.
-pub(crate) async fn remove(
+/// Finds objects that are unfinished uploads, and open uploads where the store can list them.
+pub(crate) async fn find(
     inner: &Arc<Inner>,
     folder: Option<&Key>,
     min_age: Duration,
-) -> Result<u64, StorageError> {
-    let op = Op::RemoveLeftovers;
-    let path = inner.prefix.folder(op, folder)?;
+    action: LeftoverAction,
+) -> Result<Vec<Leftover>, StorageError> {
+    let path = inner.prefix.folder(action.op(), folder)?;
     let now = SystemTime::now();
     let before = now.checked_sub(min_age).unwrap_or(SystemTime::UNIX_EPOCH);
     let mut attempts = Attempts::new(inner.retry);
     loop {
-        match remove_before(inner, &path, before, &mut attempts).await {
-            Ok(removed) => return Ok(removed),
+        match find_before(inner, &path, before, action, &mut attempts).await {
+            Ok(found) => return Ok(found),
             Err(failure) => {
                 if let Err(failure) = attempts.pause(failure).await {
-                    return Err(failure.into_error(op, folder, &attempts.summary()));
+                    return Err(failure.into_error(action.op(), folder, &attempts.summary()));
                 }
             }
         }
     }
 }
 
-async fn remove_before(
+async fn find_before(
     inner: &Inner,
     path: &Path,
     before: SystemTime,
+    action: LeftoverAction,
     attempts: &mut Attempts,
-) -> Result<u64, Failure> {
-    let op = Op::RemoveLeftovers;
+) -> Result<Vec<Leftover>, Failure> {
     let listed = inner.store.list(not_root(path));
     let old = listed.try_filter_map(|object| {
         let is_upload =
             object.location.filename().is_some_and(|name| name.starts_with(UPLOAD_NAME));
         let is_old = SystemTime::from(object.last_modified) <= before;
-        std::future::ready(Ok((is_upload && is_old).then_some(object.location)))
+        std::future::ready(Ok((is_upload && is_old).then_some(object)))
     });
-    let old = attempts.request(op, old.try_collect::<Vec<_>>()).await?;
-    inner.delete_once(&old, attempts).await?;
-    let mut removed = old.len() as u64;
-    if let Some(uploads) = &inner.open_uploads {
-        removed += attempts.request(op, uploads.abort_before(path, before)).await?;
+    let old = attempts.request(action.op(), old.try_collect::<Vec<_>>()).await?;
+    if action == LeftoverAction::Remove {
+        let paths: Vec<_> = old.iter().map(|object| object.location.clone()).collect();
+        inner.delete_once(&paths, attempts).await?;
     }
-    Ok(removed)
+    let mut found: Vec<_> = old
+        .into_iter()
+        .map(|object| {
+            Leftover::new(LeftoverKind::TemporaryFile, inner.prefix.below(&object.location))
+                .with_byte_len(Some(object.size))
+                .with_modified(Some(object.last_modified.into()))
+        })
+        .collect();
+    if let Some(uploads) = &inner.open_uploads {
+        let open = attempts.request(action.op(), uploads.before(path, before, action)).await?;
+        found.extend(open.into_iter().map(|upload| {
+            Leftover::new(LeftoverKind::OpenUpload, inner.prefix.below(&upload.path))
+                .with_modified(Some(upload.begun))
+        }));
+    }
+    Ok(found)
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::SystemTime;
 
 use async_trait::async_trait;
-use dcp_core::storage::PutMode;
+use dcp_core::storage::{LeftoverAction, PutMode};
 use object_store::path::Path;
 use object_store::{MultipartUpload, PutResult, Result};
 
@@ -23,8 +23,20 @@ pub(crate) trait Completion: fmt::Debug + Send + Sync {
 /// The unfinished uploads of a store that can list them.
 #[async_trait]
 pub(crate) trait OpenUploads: fmt::Debug + Send + Sync {
-    /// Aborts the uploads to paths in `folder` that began before `time`. Returns how many.
-    async fn abort_before(&self, folder: &Path, time: SystemTime) -> Result<u64>;
+    /// The uploads to paths in `folder` that began before `time`. Removing aborts them.
+    async fn before(
+        &self,
+        folder: &Path,
+        time: SystemTime,
+        action: LeftoverAction,
+    ) -> Result<Vec<OpenUpload>>;
+}
+
+/// An unfinished upload of the store.
+#[derive(Debug)]
+pub(crate) struct OpenUpload {
+    pub(crate) path: Path,
+    pub(crate) begun: SystemTime,
 }
 
 /// Replaces one version of an object by another object.

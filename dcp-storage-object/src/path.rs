@@ -45,6 +45,13 @@ impl Prefix {
         })
     }
 
+    /// A listed path relative to the prefix, as text.
+    pub(crate) fn below<'a>(&self, path: &'a Path) -> &'a str {
+        let path = path.as_ref();
+        let below = path.strip_prefix(self.0.as_str());
+        below.map_or(path, |below| below.trim_start_matches('/'))
+    }
+
     /// The key of a listed path; `None` for what is no key or an unfinished upload, or is not below
     /// the prefix.
     pub(crate) fn key(&self, path: &Path) -> Option<Key> {

@@ -9,8 +9,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dcp_core::error::StorageOp as Op;
 use dcp_core::storage::{
-    Capabilities, Claim, ConditionalClaim, FolderStream, ObjectMeta, ObjectStream, PutMode,
-    ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
+    Capabilities, Claim, ConditionalClaim, FolderStream, Leftover, LeftoverAction, ObjectMeta,
+    ObjectStream, PutMode, ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind as Kind};
 use object_store::ObjectStore;
@@ -101,12 +101,19 @@ impl Storage for ObjectStorage {
         Ok(Arc::new(ConditionalClaim::take(Arc::new(self.clone()), key).await?))
     }
 
-    async fn remove_leftovers(
+    async fn leftovers(
         &self,
         folder: Option<&Key>,
         min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        self.0.check_writable(Op::RemoveLeftovers, folder)?;
-        crate::leftovers::remove(&self.0, folder, min_age).await
+        action: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
+        if action == LeftoverAction::Remove {
+            self.0.check_writable(Op::RemoveLeftovers, folder)?;
+        }
+        crate::leftovers::find(&self.0, folder, min_age, action).await
+    }
+
+    async fn remove_empty_folders(&self, _: &Key) -> Result<(), StorageError> {
+        Ok(())
     }
 }

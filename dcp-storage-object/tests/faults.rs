@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use dcp_core::storage::{PutMode, ReadInto, ReadRequest, StorageExt, UploadOptions};
+use dcp_core::storage::{
+    LeftoverAction, PutMode, ReadInto, ReadRequest, StorageExt, UploadOptions,
+};
 use dcp_core::{Buffer, Key, Payload, Storage, StorageErrorKind as Kind};
 use dcp_storage_object::{ObjectStorage, ObjectStorageBuilder, Provider};
 use futures_util::future::join_all;
@@ -289,7 +291,7 @@ async fn uploads_are_whole_or_absent() {
         let listed = storage.list(None).try_collect::<Vec<_>>().await;
         let listed = listed.unwrap_or_default();
         assert!(listed.iter().all(|meta| meta.key == key()), "{listed:?}");
-        let removed = storage.remove_leftovers(None, Duration::ZERO).await;
+        let removed = storage.leftovers(None, Duration::ZERO, LeftoverAction::Remove).await;
         if removed.is_ok() {
             let left = faulty.store.list(None).try_collect::<Vec<_>>().await.unwrap();
             assert!(left.iter().all(|object| object.location == path), "seed {seed}: {left:?}");

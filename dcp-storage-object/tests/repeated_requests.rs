@@ -4,12 +4,13 @@
 
 use std::sync::Arc;
 use std::thread::spawn;
+use std::time::Duration;
 
 use dcp_conformance::http::{FaultProxy, FaultRule, GcsDouble, HttpFault};
 use dcp_core::error::error_chain;
 use dcp_core::registry::{Access, OpenRequest, StorageOpener as _, StorageOptions};
-use dcp_core::storage::{PutMode, StorageExt as _};
-use dcp_core::{Storage, StorageErrorKind as Kind};
+use dcp_core::storage::{LeftoverAction, LeftoverKind, PutMode, StorageExt as _, UploadOptions};
+use dcp_core::{Key, Storage, StorageErrorKind as Kind};
 use dcp_storage_object::ObjectOpener;
 use dcp_testing::key;
 use futures_util::TryStreamExt as _;
@@ -53,6 +54,35 @@ impl Place {
     fn gets(&self) -> usize {
         self.proxy.exchanges().iter().filter(|exchange| exchange.method == "GET").count()
     }
+}
+
+#[test]
+fn uploads_of_killed_processes_are_listed_and_removed() {
+    let place = Place::new();
+    let storage = place.storage(StorageOptions::new());
+    let part_bytes = storage.capabilities().write_limits.part_bytes_min;
+    for name in ["one/object", "two/object & more"] {
+        let options = UploadOptions::new(PutMode::Overwrite, part_bytes);
+        let mut upload = place.runtime.block_on(storage.start_upload(&key(name), options)).unwrap();
+        place.runtime.block_on(upload.put_part("a part".into())).unwrap();
+        // As if the process were killed.
+        std::mem::forget(upload);
+    }
+    let find = |folder: Option<&Key>, age, action| {
+        let found = place.runtime.block_on(storage.leftovers(folder, age, action)).unwrap();
+        let paths = found.into_iter().map(|one| {
+            assert_eq!(one.kind, LeftoverKind::OpenUpload);
+            one.path
+        });
+        paths.collect::<Vec<_>>()
+    };
+    let (list, remove) = (LeftoverAction::List, LeftoverAction::Remove);
+    let hour = Duration::from_secs(3600);
+    assert_eq!(find(None, hour, remove), [""; 0], "they are too young");
+    assert_eq!(find(None, Duration::ZERO, list), ["one/object", "two/object & more"]);
+    assert_eq!(find(Some(&key("two")), Duration::ZERO, remove), ["two/object & more"]);
+    assert_eq!(find(None, Duration::ZERO, remove), ["one/object"]);
+    assert_eq!(place.server.unfinished_uploads(), 0);
 }
 
 #[test]

@@ -8,8 +8,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dcp_core::registry::OpenRequest;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
-    ReadRequest, Upload, UploadOptions, WholeObject,
+    Capabilities, Claim, FolderStream, Leftover, LeftoverAction, ObjectMeta, ObjectStream,
+    PartFuture, PutMode, ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
 };
 use dcp_core::{Key, Payload, Rank, Storage, StorageError};
 use futures_core::Stream;
@@ -164,13 +164,19 @@ impl Storage for TracedStorage {
         Ok(Arc::new(TracedClaim { recorder, rank, key: key.clone(), inner }))
     }
 
-    async fn remove_leftovers(
+    async fn leftovers(
         &self,
         folder: Option<&Key>,
         min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        let span = self.request("remove leftovers", folder);
-        done(span, self.inner.remove_leftovers(folder, min_age).await)
+        action: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
+        let span = self.request("leftovers", folder);
+        done(span, self.inner.leftovers(folder, min_age, action).await)
+    }
+
+    async fn remove_empty_folders(&self, folder: &Key) -> Result<(), StorageError> {
+        let span = self.request("remove empty folders", Some(folder));
+        done(span, self.inner.remove_empty_folders(folder).await)
     }
 }
 

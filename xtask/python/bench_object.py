@@ -3,6 +3,7 @@
 save URL GIB | load URL GIB, with fsspec and s3fs, at the store of AWS_ENDPOINT_URL.
 """
 import json
+import resource
 import sys
 import time
 
@@ -12,10 +13,18 @@ import torch.distributed.checkpoint as dcp
 from bench import model
 
 
+def peak_memory():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 def timed(work):
-    start = time.perf_counter()
+    memory, cpu, start = peak_memory(), time.process_time(), time.perf_counter()
     work()
-    return time.perf_counter() - start
+    return {
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - cpu,
+        "memory": peak_memory() - memory,
+    }
 
 
 def main(what, url, gib):
@@ -24,7 +33,7 @@ def main(what, url, gib):
     dcp.save(small, checkpoint_id=url + "-warm-up")
     dcp.load(small, checkpoint_id=url + "-warm-up")
     work = {"save": dcp.save, "load": dcp.load}[what]
-    print(json.dumps({"seconds": timed(lambda: work(state, checkpoint_id=url))}))
+    print(json.dumps(timed(lambda: work(state, checkpoint_id=url))))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 //! Object stores: requests, bytes and speeds, ours beside `object_store` alone and beside PyTorch
-//! with s3fs, against the same server in one run.
+//! with s3fs, at the same server in one run.
 //!
 //! The Rust half is `dcp-cli/examples/bench_object.rs`, PyTorch's is `xtask/python/bench_object.py`.
 
@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::emulators::Emulators;
 use crate::machine::machine;
@@ -16,32 +16,65 @@ use crate::{Result, process, venv, workspace};
 
 /// Latencies that are added to every answer, in milliseconds.
 const LATENCIES: [u32; 3] = [0, 20, 100];
-const ROUNDS: usize = 3;
 const BUCKET: &str = "bench";
+/// moto takes hundreds of megabytes a second at most.
+const MOTO_GIB: &str = "0.25";
+/// The bytes that a save, and a load, may have in flight.
+const BUDGET_MIB: u64 = 256;
+const USAGE: &str = "usage: cargo xtask bench object [--gib N] [--rounds N] [--no-torch]";
 
 pub(crate) fn main(args: &[&str]) -> Result {
-    let gib = match *args {
-        [] => "1",
-        ["--gib", gib] => gib,
-        _ => return Err("usage: cargo xtask bench object [--gib N]".into()),
-    };
-    let bench = Bench { rust: build()?, gib };
-    println!("{}\n", machine());
-    bench.counts()?;
-    bench.speeds()?;
-    bench.beside_pytorch()
+    let (mut gib, mut rounds, mut with_torch) = ("1", 5, true);
+    let mut args = args.iter();
+    while let Some(arg) = args.next() {
+        match *arg {
+            "--gib" => gib = args.next().ok_or(USAGE)?,
+            "--rounds" => rounds = args.next().ok_or(USAGE)?.parse::<usize>()?.max(1),
+            "--no-torch" => with_torch = false,
+            _ => return Err(USAGE.into()),
+        }
+    }
+    let python = with_torch.then(venv::object).transpose()?;
+    let rust = build()?;
+    let machine = machine();
+    let mut bench = Bench { rust, python, rounds, rows: Vec::new(), measured: Vec::new() };
+    let counts = bench.counts()?;
+    for milliseconds in LATENCIES {
+        bench.speeds(gib, milliseconds)?;
+    }
+    bench.moto()?;
+
+    println!("\n{machine}\n");
+    println!("| what | ours | beside | ratio (of each round) |");
+    println!("|---|---:|---:|---:|");
+    for Row { what, ours, beside, ratio } in &bench.rows {
+        println!("| {what} | {ours} | {beside} | {ratio} |");
+    }
+    let measured = bench.measured;
+    println!("\n{}", json!({"machine": machine, "counts": counts, "measured": measured}));
+    Ok(())
 }
 
-struct Bench<'a> {
+struct Row {
+    what: String,
+    ours: String,
+    beside: String,
+    ratio: String,
+}
+
+struct Bench {
     rust: PathBuf,
-    gib: &'a str,
+    /// PyTorch's, unless it is left out.
+    python: Option<PathBuf>,
+    rounds: usize,
+    rows: Vec<Row>,
+    measured: Vec<Value>,
 }
 
 /// A server in a process of its own. Closing its standard input ends it.
 struct Server {
     child: Child,
-    /// The option that leads to it.
-    option: String,
+    endpoint: String,
 }
 
 impl Drop for Server {
@@ -51,7 +84,40 @@ impl Drop for Server {
     }
 }
 
-impl Bench<'_> {
+/// Who is measured.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Who {
+    Ours,
+    Alone,
+    Torch,
+}
+
+impl Who {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Ours => "ours",
+            Self::Alone => "object_store",
+            Self::Torch => "torch",
+        }
+    }
+}
+
+/// What one process took.
+#[derive(Clone, Copy)]
+struct Taken {
+    seconds: f64,
+    cpu_seconds: f64,
+    memory: u64,
+}
+
+/// The processes of one job, a round in each element.
+struct Rounds {
+    ours: Vec<Taken>,
+    alone: Vec<Taken>,
+    torch: Vec<Taken>,
+}
+
+impl Bench {
     fn serve(&self, milliseconds: u32) -> Result<Server> {
         let mut child = Command::new(&self.rust)
             .args(["serve", BUCKET, &milliseconds.to_string()])
@@ -60,80 +126,239 @@ impl Bench<'_> {
             .spawn()?;
         let mut line = String::new();
         BufReader::new(child.stdout.take().ok_or("no output")?).read_line(&mut line)?;
-        Ok(Server { option: line.trim().to_owned(), child })
+        Ok(Server { child, endpoint: line.trim().to_owned() })
     }
 
-    fn counts(&self) -> Result {
+    /// Requests and bytes, which do not depend on the machine.
+    fn counts(&mut self) -> Result<Value> {
         let fixtures = workspace::root().join("fixtures");
         let counted: Value =
             serde_json::from_str(&output(Command::new(&self.rust).arg("count").arg(fixtures))?)?;
-        println!("| what | requests | bytes | bytes for each byte needed |");
-        println!("|---|---:|---:|---:|");
-        for (name, what) in [
-            ("olmo_load", "load the model of a 2-rank OLMo-core checkpoint"),
-            ("olmo_inspect", "`dcp inspect` of it"),
-            ("list", "`dcp ls` of a run of 100 steps"),
-            ("reshard", "8 ranks saved, 6 load"),
+        for (name, what, beside) in [
+            (
+                "olmo_load",
+                "load the 14 tensors of the model of a 2-rank OLMo-core checkpoint",
+                "30 requests by OLMo-core",
+            ),
+            ("olmo_inspect", "`dcp inspect` of it", "—"),
+            ("list", "`dcp ls` of a run of 100 steps", "—"),
+            ("reshard", "8 ranks saved, 6 load", "bytes needed"),
         ] {
             let number = |field: &str| counted[name][field].as_u64().unwrap_or_default();
-            let (bytes, needed) = (number("bytes"), number("bytes_needed"));
-            let ratio = match needed {
-                0 => "—".to_owned(),
-                _ => format!("{:.3}", bytes as f64 / needed as f64),
+            let (requests, bytes, needed) =
+                (number("requests"), number("bytes"), number("bytes_needed"));
+            let ratio = match name {
+                "olmo_load" => format!("{:.2}", requests as f64 / 30.0),
+                "reshard" => format!("{:.3}", bytes as f64 / needed as f64),
+                _ => "—".into(),
             };
-            println!("| {what} | {} | {bytes} | {ratio} |", number("requests"));
+            let beside = match needed {
+                needed if name == "reshard" => format!("{needed} {beside}"),
+                _ => beside.into(),
+            };
+            self.rows.push(Row {
+                what: what.into(),
+                ours: format!("{requests} requests, {bytes} bytes"),
+                beside,
+                ratio,
+            });
         }
-        println!();
-        Ok(())
+        Ok(counted)
     }
 
-    fn speeds(&self) -> Result {
-        let gib = self.gib;
-        println!(
-            "| {gib} GiB | latency | ours | `object_store` alone | ratio | memory over the state |"
-        );
-        println!("|---|---:|---:|---:|---:|---:|");
-        for milliseconds in LATENCIES {
-            for (what, raw, name) in [("save", "raw-save", "save"), ("load", "raw-load", "load")] {
-                let (mut ours, mut alone, mut memory) = (f64::INFINITY, f64::INFINITY, 0);
-                for round in 0..ROUNDS {
-                    let server = self.serve(milliseconds)?;
-                    let url = format!("gs://{BUCKET}/{round}");
-                    let run = |args: &[&str]| -> Result<Value> {
-                        let mut command = Command::new(&self.rust);
-                        command.args(args).arg(&server.option);
-                        Ok(serde_json::from_str(&output(&mut command)?)?)
-                    };
-                    if name == "load" {
-                        run(&["save", &url, gib])?;
-                        run(&["raw-save", BUCKET, gib])?;
-                    }
-                    let found = run(&[what, &url, gib])?;
-                    ours = ours.min(seconds(&found)?);
-                    memory = memory.max(found["memory"].as_u64().unwrap_or_default());
-                    alone = alone.min(seconds(&run(&[raw, BUCKET, gib])?)?);
-                }
-                println!(
-                    "| {name} | {milliseconds} ms | {} | {} | {:.2} | {} MiB |",
-                    self.speed(ours),
-                    self.speed(alone),
-                    alone / ours,
-                    memory >> 20
-                );
+    /// Saves and loads at a server that is fast, and far away.
+    fn speeds(&mut self, gib: &str, milliseconds: u32) -> Result {
+        let mut all = [Rounds::new(), Rounds::new()];
+        for round in 0..self.rounds {
+            let server = self.serve(milliseconds)?;
+            let environment = Environment::new(&server.endpoint, BUCKET);
+            self.round(round, gib, &environment, &mut all)?;
+        }
+        self.add(&format!("{gib} GiB, {milliseconds} ms"), gib, all)
+    }
+
+    /// The same at moto: a server in Python, which all wait for.
+    fn moto(&mut self) -> Result {
+        let store = Emulators::s3_only()?;
+        let bucket = store.variable("DCP_TEST_S3_BUCKET")?;
+        let environment = Environment::new(store.variable("DCP_TEST_S3_ENDPOINT")?, bucket);
+        let mut all = [Rounds::new(), Rounds::new()];
+        for round in 0..self.rounds.min(3) {
+            self.round(round, MOTO_GIB, &environment, &mut all)?;
+        }
+        self.add(&format!("{MOTO_GIB} GiB, moto"), MOTO_GIB, all)
+    }
+
+    /// One process of each. They take turns, in another order in every second round, so that what
+    /// else the machine does meets all.
+    fn round(
+        &self,
+        round: usize,
+        gib: &str,
+        environment: &Environment,
+        [saves, loads]: &mut [Rounds; 2],
+    ) -> Result {
+        let mut order = vec![Who::Ours, Who::Alone];
+        if self.python.is_some() {
+            order.push(Who::Torch);
+        }
+        if round % 2 == 1 {
+            order.reverse();
+        }
+        for (job, rounds) in [("save", saves), ("load", loads)] {
+            for who in &order {
+                eprintln!("round {round}: {job} {gib} GiB, {}", who.name());
+                let taken = self.measure(*who, job, round, gib, environment)?;
+                rounds.of(*who).push(taken);
             }
         }
-        println!();
         Ok(())
     }
 
-    fn speed(&self, seconds: f64) -> String {
-        let gib: f64 = self.gib.parse().unwrap_or_default();
-        format!("{:.0} MB/s", gib * 1_073.741_824 / seconds)
+    fn measure(
+        &self,
+        who: Who,
+        job: &str,
+        round: usize,
+        gib: &str,
+        environment: &Environment,
+    ) -> Result<Taken> {
+        let bucket = &environment.bucket;
+        let url = format!("s3://{bucket}/{}{round}", who.name());
+        let mut command = match (who, &self.python) {
+            (Who::Torch, Some(python)) => {
+                let mut command = Command::new(python);
+                command.env("PYTHONDONTWRITEBYTECODE", "1");
+                command.arg(workspace::root().join("xtask/python/bench_object.py"));
+                command.args([job, &url, gib]);
+                command
+            }
+            (Who::Alone, _) => {
+                let mut command = Command::new(&self.rust);
+                command.args([&format!("raw-{job}"), bucket, gib]);
+                command
+            }
+            _ => {
+                let mut command = Command::new(&self.rust);
+                command.args([job, &url, gib]);
+                command
+            }
+        };
+        if who != Who::Torch {
+            command.arg(format!("aws_endpoint={}", environment.endpoint));
+            command.arg("aws_allow_http=true");
+        }
+        command.env("AWS_ENDPOINT_URL", &environment.endpoint);
+        command.env("AWS_ACCESS_KEY_ID", "test").env("AWS_SECRET_ACCESS_KEY", "test");
+        command.env("AWS_REGION", "us-east-1").env("AWS_DEFAULT_REGION", "us-east-1");
+        let report: Value = serde_json::from_str(&output(&mut command)?)?;
+        Ok(Taken {
+            seconds: report["seconds"].as_f64().ok_or("no seconds")?,
+            cpu_seconds: report["cpu_seconds"].as_f64().ok_or("no cpu_seconds")?,
+            memory: report["memory"].as_u64().ok_or("no memory")?,
+        })
+    }
+
+    /// The rows of one place.
+    fn add(&mut self, place: &str, gib: &str, [saves, loads]: [Rounds; 2]) -> Result {
+        let bytes = gib.parse::<f64>()? * f64::from(1 << 30);
+        let speed = |taken: &[Taken]| {
+            format!("{:.0} MB/s", bytes / 1e6 / median(taken.iter().map(|taken| taken.seconds)))
+        };
+        for (job, rounds) in [("save", saves), ("load", loads)] {
+            let what = format!("{job} {place}");
+            let mut row = |beside: String, ratio: String| {
+                let ours = speed(&rounds.ours);
+                self.rows.push(Row { what: what.clone(), ours, beside, ratio });
+            };
+            row(
+                format!("{} by `object_store` alone", speed(&rounds.alone)),
+                rounds.ratios(&rounds.alone, |taken| taken.seconds),
+            );
+            if !rounds.torch.is_empty() {
+                row(
+                    format!("{} by PyTorch {} with s3fs", speed(&rounds.torch), venv::NEWEST),
+                    rounds.ratios(&rounds.torch, |taken| taken.seconds),
+                );
+            }
+            let cpu = |taken: &[Taken]| median(taken.iter().map(|taken| taken.cpu_seconds));
+            self.rows.push(Row {
+                what: format!("{what}: processor time"),
+                ours: format!("{:.2} s", cpu(&rounds.ours)),
+                beside: format!("{:.2} s by `object_store` alone", cpu(&rounds.alone)),
+                ratio: rounds.ratios(&rounds.alone, |taken| taken.cpu_seconds),
+            });
+            let memory = rounds.ours.iter().map(|taken| taken.memory >> 20).max().unwrap_or(0);
+            let torch = rounds.torch.iter().map(|taken| taken.memory >> 20).max();
+            let torch = torch.map(|mib| format!(", PyTorch {mib} MiB")).unwrap_or_default();
+            self.rows.push(Row {
+                what: format!("{what}: peak memory over the state"),
+                ours: format!("{memory} MiB"),
+                beside: format!("budget {BUDGET_MIB} MiB{torch}"),
+                ratio: "—".into(),
+            });
+            for (who, taken) in [
+                (Who::Ours, &rounds.ours),
+                (Who::Alone, &rounds.alone),
+                (Who::Torch, &rounds.torch),
+            ] {
+                let taken = taken.iter();
+                self.measured.push(json!({
+                    "job": job,
+                    "place": place,
+                    "who": who.name(),
+                    "seconds": taken.clone().map(|one| one.seconds).collect::<Vec<_>>(),
+                    "cpu_seconds": taken.clone().map(|one| one.cpu_seconds).collect::<Vec<_>>(),
+                    "memory": taken.map(|one| one.memory).collect::<Vec<_>>(),
+                }));
+            }
+        }
+        Ok(())
     }
 }
 
-fn seconds(report: &Value) -> Result<f64> {
-    report["seconds"].as_f64().ok_or_else(|| "no seconds".into())
+/// Where a store is.
+struct Environment {
+    endpoint: String,
+    bucket: String,
+}
+
+impl Environment {
+    fn new(endpoint: &str, bucket: &str) -> Self {
+        Self { endpoint: endpoint.to_owned(), bucket: bucket.to_owned() }
+    }
+}
+
+impl Rounds {
+    fn new() -> Self {
+        Self { ours: Vec::new(), alone: Vec::new(), torch: Vec::new() }
+    }
+
+    fn of(&mut self, who: Who) -> &mut Vec<Taken> {
+        match who {
+            Who::Ours => &mut self.ours,
+            Who::Alone => &mut self.alone,
+            Who::Torch => &mut self.torch,
+        }
+    }
+
+    /// How many times as long the others take as ours: the median, and that of each round.
+    fn ratios(&self, others: &[Taken], of: fn(&Taken) -> f64) -> String {
+        let ratios = self.ours.iter().zip(others).map(|(ours, other)| of(other) / of(ours));
+        let ratios = ratios.collect::<Vec<_>>();
+        let each = ratios.iter().map(|ratio| format!("{ratio:.2}")).collect::<Vec<_>>();
+        format!("**{:.2}** ({})", median(ratios.iter().copied()), each.join(", "))
+    }
+}
+
+fn median(numbers: impl Iterator<Item = f64>) -> f64 {
+    let mut numbers = numbers.collect::<Vec<_>>();
+    numbers.sort_by(f64::total_cmp);
+    match numbers.len() {
+        0 => f64::NAN,
+        len if len % 2 == 1 => numbers[len / 2],
+        len => f64::midpoint(numbers[len / 2 - 1], numbers[len / 2]),
+    }
 }
 
 fn build() -> Result<PathBuf> {
@@ -142,35 +367,13 @@ fn build() -> Result<PathBuf> {
     Ok(workspace::target()?.join("dist").join("examples").join("bench_object"))
 }
 
-impl Bench<'_> {
-    /// The same state by PyTorch with fsspec and s3fs, and by us, at moto: a server in Python, which
-    /// both wait for.
-    fn beside_pytorch(&self) -> Result {
-        /// moto takes hundreds of megabytes a second at most.
-        const GIB: &str = "0.25";
-        let store = Emulators::s3_only()?;
-        let bucket = store.variable("DCP_TEST_S3_BUCKET")?;
-        let endpoint = store.variable("DCP_TEST_S3_ENDPOINT")?;
-        let python = venv::object()?;
-        println!("| {GIB} GiB at moto | ours | PyTorch {} with s3fs | ratio |", venv::NEWEST);
-        println!("|---|---:|---:|---:|");
-        for what in ["save", "load"] {
-            let (mut ours, mut theirs) = (f64::INFINITY, f64::INFINITY);
-            for round in 0..ROUNDS {
-                let url = |who: &str| format!("s3://{bucket}/{who}{round}");
-                let options = [format!("aws_endpoint={endpoint}"), "aws_allow_http=true".into()];
-                let mut rust = Command::new(&self.rust);
-                rust.envs(store.variables()).args([what, &url("ours"), GIB]).args(&options);
-                ours = ours.min(seconds(&serde_json::from_str(&output(&mut rust)?)?)?);
-                let script = workspace::root().join("xtask/python/bench_object.py");
-                let mut torch = Command::new(&python);
-                torch.envs(store.variables()).env("AWS_ENDPOINT_URL", endpoint);
-                torch.env("PYTHONDONTWRITEBYTECODE", "1");
-                torch.arg(script).args([what, &url("torch"), GIB]);
-                theirs = theirs.min(seconds(&serde_json::from_str(&output(&mut torch)?)?)?);
-            }
-            println!("| {what} | {ours:.2} s | {theirs:.2} s | {:.1} |", theirs / ours);
-        }
-        Ok(())
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_of_an_even_number_is_between_the_two() {
+        assert_eq!(median([3.0, 1.0, 2.0].into_iter()), 2.0);
+        assert_eq!(median([4.0, 1.0, 2.0, 3.0].into_iter()), 2.5);
     }
 }

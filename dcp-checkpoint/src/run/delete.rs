@@ -1,8 +1,6 @@
 //! Deletes one checkpoint of a run: makes it invisible, then removes its files.
 
 use std::collections::BTreeSet;
-use std::fs;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -45,7 +43,6 @@ pub(super) enum Outcome {
 pub(super) struct Deletion<'a> {
     pub(super) storage: &'a Arc<dyn Storage>,
     pub(super) formats: &'a FormatRegistry,
-    pub(super) url: &'a str,
 }
 
 impl Deletion<'_> {
@@ -66,13 +63,12 @@ impl Deletion<'_> {
         }
         drop(listed);
         if files.is_empty() {
-            remove_empty(self.url, vec![name.to_owned()]);
+            storage.remove_empty_folders(&folder).await?;
             return Ok(Outcome::Deleted { files: 0, bytes: 0 });
         }
         if let Some(reason) = self.objection(name, &files, why).await? {
             return Ok(Outcome::Kept(reason));
         }
-        let folders = folders_of(&folder, &files);
         let count = files.len() as u64;
         let bytes = files.iter().fold(0, |sum: u64, file| sum.saturating_add(file.byte_len));
         let held = match self.claims(name, &files).await {
@@ -100,7 +96,7 @@ impl Deletion<'_> {
         }
         storage.delete(&[mark]).await?;
         drop(held);
-        remove_empty(self.url, folders);
+        storage.remove_empty_folders(&folder).await?;
         Ok(Outcome::Deleted { files: count, bytes })
     }
 
@@ -198,35 +194,4 @@ fn saved_again(folder: &Folder<'_>, mark: &Mark) -> Option<String> {
         _ => true,
     });
     is_newer.then(|| "a save has written into it since its deletion began".to_owned())
-}
-
-/// The folders that lose files, the innermost first.
-fn folders_of(folder: &Key, files: &[ObjectMeta]) -> Vec<String> {
-    let mut folders = BTreeSet::from([folder.as_str().to_owned()]);
-    for file in files {
-        let mut path = file.key.as_str();
-        while let Some((parent, _)) = path.rsplit_once('/') {
-            if parent.len() < folder.as_str().len() || !folders.insert(parent.to_owned()) {
-                break;
-            }
-            path = parent;
-        }
-    }
-    let mut folders: Vec<_> = folders.into_iter().collect();
-    folders.sort_by_key(|folder| std::cmp::Reverse(folder.matches('/').count()));
-    folders
-}
-
-/// Removes folders of a file system that are empty now; other storages have no empty folders.
-fn remove_empty(url: &str, folders: Vec<String>) {
-    let root = match url.split_once("://") {
-        Some(("file", path)) => path,
-        Some(_) => return,
-        None => url,
-    };
-    for folder in folders {
-        let path: PathBuf = Path::new(root).join(folder);
-        // One that has something in it is not to be removed, and neither is a link.
-        drop(fs::remove_dir(path));
-    }
 }

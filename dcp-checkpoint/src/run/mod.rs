@@ -32,7 +32,9 @@ use crate::error::{Error, ErrorKind};
 use crate::opener::Opener;
 use crate::uri::below;
 
-pub use prune::{Deleted, NotDeleted, Planned, Prune, PrunePlan, PruneReport};
+pub use prune::{
+    Deleted, LeftBehind, LeftBehindKind, NotDeleted, Planned, Prune, PrunePlan, PruneReport,
+};
 pub use retention::{
     AllOf, AnyOf, Decision, KeepBest, KeepEvery, KeepLast, KeepSteps, KeepYoungerThan, Retention,
     StepFacts, decide,

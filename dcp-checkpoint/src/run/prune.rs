@@ -2,10 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dcp_core::error::error_chain;
 use dcp_core::registry::Access;
+use dcp_core::storage::{Leftover, LeftoverAction, LeftoverKind};
 use dcp_core::{Storage, StorageErrorKind};
 use serde::Serialize;
 
@@ -47,6 +48,46 @@ pub struct PrunePlan {
     pub steps: Vec<Planned>,
     /// The checkpoints that are newer than the newest valid one, where that was requested.
     pub skipped: Vec<SkippedStep>,
+    /// Temporary files and open uploads of dead writers, which are removed.
+    pub leftovers: Vec<LeftBehind>,
+}
+
+/// A temporary file or an open upload of a dead writer.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[non_exhaustive]
+pub struct LeftBehind {
+    /// The path of the file, or that of the object which the upload would have become, in the folder
+    /// of the run.
+    pub path: String,
+    /// What it is.
+    pub kind: LeftBehindKind,
+    /// Its length, if the storage says it. Stores do not say it of open uploads.
+    pub bytes: Option<u64>,
+    /// The time of its last write, or at which the upload began, in seconds since 1970.
+    pub modified: Option<u64>,
+}
+
+/// The kinds of a [`LeftBehind`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum LeftBehindKind {
+    /// A temporary file or object.
+    TemporaryFile,
+    /// An upload that the storage holds open.
+    OpenUpload,
+}
+
+impl From<Leftover> for LeftBehind {
+    fn from(found: Leftover) -> Self {
+        let since = |time: SystemTime| Some(time.duration_since(UNIX_EPOCH).ok()?.as_secs());
+        let kind = match found.kind {
+            LeftoverKind::OpenUpload => LeftBehindKind::OpenUpload,
+            _ => LeftBehindKind::TemporaryFile,
+        };
+        let modified = found.modified.and_then(since);
+        Self { path: found.path, kind, bytes: found.byte_len, modified }
+    }
 }
 
 /// A checkpoint and its decision.
@@ -81,7 +122,7 @@ pub struct PruneReport {
     /// Their bytes.
     pub bytes: u64,
     /// Temporary files and open uploads of dead writers that are gone.
-    pub leftovers: u64,
+    pub leftovers: Vec<LeftBehind>,
 }
 
 /// A checkpoint that is gone.
@@ -153,6 +194,10 @@ impl Prune {
     /// pass.
     pub async fn plan(&self) -> Result<PrunePlan, Error> {
         let mut plan = self.decided(self.run.steps().await?);
+        if let Some(min_age) = self.incomplete {
+            let storage = self.run.open(Access::Read).await?;
+            plan.leftovers = leftovers(&*storage, min_age, LeftoverAction::List).await?;
+        }
         let deep = match self.verify {
             Some(deep) if plan.deleted().any(RunStep::is_complete) => deep,
             _ => return Ok(plan),
@@ -188,7 +233,7 @@ impl Prune {
         }
         let planned = steps.into_iter().zip(decisions);
         let steps = planned.map(|(step, decision)| Planned { step, decision }).collect();
-        PrunePlan { steps, skipped: Vec::new() }
+        PrunePlan { steps, ..PrunePlan::default() }
     }
 
     fn about_incomplete(&self, step: &RunStep, any_complete: bool, now: SystemTime) -> Decision {
@@ -231,6 +276,7 @@ impl Prune {
     pub async fn apply(self, plan: &PrunePlan) -> Result<PruneReport, Error> {
         let planned: BTreeSet<_> = plan.deleted().map(|step| &step.name).collect();
         let mut now = self.decided(self.run.steps().await?);
+        now.leftovers.clone_from(&plan.leftovers);
         for one in &mut now.steps {
             one.decision.delete &= planned.contains(&one.step.name);
         }
@@ -243,15 +289,15 @@ impl Prune {
             return Ok(report);
         }
         let storage = self.run.open(Access::Write).await?;
+        // Before the folders that they are in.
+        if let Some(min_age) = self.incomplete {
+            let removed = leftovers(&*storage, min_age, LeftoverAction::Remove).await?;
+            // Opening a folder to write removes some of what the plan has.
+            let gone: BTreeSet<_> = removed.into_iter().chain(plan.leftovers.clone()).collect();
+            report.leftovers = gone.into_iter().collect();
+        }
         for step in plan.deleted() {
             self.delete_one(&storage, step, &mut report).await;
-        }
-        if let Some(min_age) = self.incomplete {
-            match storage.remove_leftovers(None, min_age).await {
-                Ok(removed) => report.leftovers = removed,
-                Err(error) if error.kind() == StorageErrorKind::Unsupported => {}
-                Err(error) => return Err(error.into()),
-            }
         }
         Ok(report)
     }
@@ -270,9 +316,9 @@ impl Prune {
                 Doomed::Incomplete { min_age, now: self.time() }
             }
         };
-        let (formats, url) = (&self.run.opener.formats, self.run.url());
+        let formats = &self.run.opener.formats;
         let name = step.name.clone();
-        let (reason, failed) = match (Deletion { storage, formats, url }).run(&name, why).await {
+        let (reason, failed) = match (Deletion { storage, formats }).run(&name, why).await {
             Ok(Outcome::Deleted { files, bytes }) => {
                 report.files = report.files.saturating_add(files);
                 report.bytes = report.bytes.saturating_add(bytes);
@@ -283,5 +329,22 @@ impl Prune {
             Err(error) => (error_chain(&error), true),
         };
         report.not_deleted.push(NotDeleted { name, step: step.step, reason, failed });
+    }
+}
+
+/// The leftovers of a run, in order; none where the storage cannot list them.
+async fn leftovers(
+    storage: &dyn Storage,
+    min_age: Duration,
+    action: LeftoverAction,
+) -> Result<Vec<LeftBehind>, Error> {
+    match storage.leftovers(None, min_age, action).await {
+        Ok(found) => {
+            let mut found: Vec<_> = found.into_iter().map(LeftBehind::from).collect();
+            found.sort_unstable();
+            Ok(found)
+        }
+        Err(error) if error.kind() == StorageErrorKind::Unsupported => Ok(Vec::new()),
+        Err(error) => Err(error.into()),
     }
 }

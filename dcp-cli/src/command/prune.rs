@@ -43,12 +43,14 @@ Examples:
 
 JSON:
   {\"dry_run\", \"steps\": [STEP, …], \"skipped\": [{\"name\", \"step\", \"problem\"}, …],
-   \"deleted\": [{\"name\", \"step\", \"files\", \"bytes\"}, …], \"files\", \"bytes\", \"leftovers\",
+   \"deleted\": [{\"name\", \"step\", \"files\", \"bytes\"}, …], \"files\", \"bytes\",
+   \"leftovers\": [{\"path\", \"kind\", \"bytes\", \"modified\"}, …],
    \"not_deleted\": [{\"name\", \"step\", \"reason\", \"failed\"}, …]}
   STEP is {\"name\", \"step\", \"format\", \"complete\", \"problem\", \"files\", \"bytes\", \"modified\",
            \"metrics\", \"pinned\", \"tracked\", \"deleting\", \"delete\", \"reason\"}; skipped are
            checkpoints newer than the newest valid one, with --verify. In a dry run deleted is empty,
-           and files and bytes are what would be freed.")]
+           and files, bytes and leftovers are what would be removed. The kind of a leftover is
+           temporary_file or open_upload; stores do not say the bytes of an open upload.")]
 pub(crate) struct Prune {
     /// The folder of a run.
     run: String,
@@ -85,8 +87,8 @@ pub(crate) struct Prune {
     #[arg(long, value_name = "STEP", conflicts_with = "dry_run", help_heading = "What is kept")]
     unpin: Vec<u64>,
 
-    /// Delete what killed saves left: incomplete checkpoints, temporary files, open uploads. A dry run
-    /// lists the checkpoints only.
+    /// Delete what killed saves left: incomplete checkpoints, temporary files, and open uploads on S3
+    /// and Google Cloud Storage. Azure lists no open uploads, and removes their blocks after a week.
     #[arg(long)]
     incomplete: bool,
 
@@ -187,9 +189,6 @@ pub(crate) fn prune(args: &Prune, session: &Session) -> Result<(), Failure> {
     } else if args.dry_run {
         out.write(&prune::plan(&args.run, &plan, out))?;
     }
-    if args.dry_run && args.incomplete {
-        out.note("temporary files and open uploads of dead writers are not listed in a dry run");
-    }
     let Some(report) = report else { return Ok(()) };
     let failed: Vec<_> = report.not_deleted.iter().filter(|one| one.failed).collect();
     for kept in report.not_deleted.iter().filter(|one| !one.failed) {
@@ -260,6 +259,6 @@ fn in_json(plan: &PrunePlan, report: Option<&PruneReport>) -> serde_json::Value 
         "not_deleted": done.not_deleted,
         "files": report.map_or_else(|| planned(|step| step.files), |report| report.files),
         "bytes": report.map_or_else(|| planned(|step| step.bytes), |report| report.bytes),
-        "leftovers": done.leftovers,
+        "leftovers": report.map_or(&plan.leftovers, |report| &report.leftovers),
     })
 }

@@ -127,3 +127,34 @@ fn what_killed_saves_left_goes_when_it_is_old() {
     assert_eq!(deleted(&old), ["step-1"]);
     assert!(!Path::new(&uri).join("step-1").exists());
 }
+
+#[test]
+fn what_dead_writers_left_is_listed_before_it_goes() {
+    let (folder, uri) = run(&[1, 2]);
+    // A temporary file of a process of another machine.
+    let left = "step-1/.dcp-tmp.0123456789abcdef.1.1.0";
+    let path = folder.path().join(left);
+    fs::write(&path, "half").unwrap();
+    let args = ["prune", &uri, "--incomplete"];
+    let with = |more: &[&str]| dcp(args.iter().chain(more).copied());
+    let listed = |json: &Value| {
+        let found = json["leftovers"].as_array().unwrap().clone();
+        found.iter().map(|one| one["path"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let young = with(&["--dry-run", "--json"]).json();
+    assert_eq!(listed(&young), [""; 0], "it is younger than a day");
+    let plan = with(&["--dry-run", "--json", "--min-age", "0s"]).json();
+    assert_eq!(listed(&plan), [left]);
+    assert_eq!(
+        (&plan["leftovers"][0]["kind"], &plan["leftovers"][0]["bytes"]),
+        (&Value::from("temporary_file"), &Value::from(4))
+    );
+    let text = with(&["--dry-run", "--min-age", "0s"]).ok();
+    assert!(text.contains(&format!("temporary file  {left}  4 B")), "{text}");
+    assert!(text.contains("1 temporary file of dead writers to remove"), "{text}");
+    assert!(path.exists(), "a dry run removes nothing");
+    let text = with(&["--yes", "--min-age", "0s"]).ok();
+    assert!(text.contains(&format!("removed temporary file  {left}  4 B")), "{text}");
+    assert!(!path.exists());
+    assert_eq!(listed(&with(&["--yes", "--json", "--min-age", "0s"]).json()), [""; 0]);
+}

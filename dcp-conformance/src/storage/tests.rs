@@ -60,7 +60,8 @@ fn each_broken_promise_breaks_its_clause() {
         (Flaw::KeepsParts, "the_memory_of_a_part_is_released_when_it_is_written"),
         (Flaw::PartsInOrderOfTheirEnds, "parts_may_end_in_any_order"),
         (Flaw::LosesDroppedParts, "a_part_that_was_dropped_is_never_missing"),
-        (Flaw::LeftoversAreEverything, "remove_leftovers_spares_objects_and_uploads"),
+        (Flaw::LeftoversAreEverything, "leftovers_spare_objects_and_uploads"),
+        (Flaw::FoldersGoWithTheirObjects, "empty_folders_go_and_others_stay"),
         (Flaw::TakesPartsOfAnyLength, "parts_outside_of_the_limits_are_invalid"),
     ];
     for (flaw, clause) in expected {

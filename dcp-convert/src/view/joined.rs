@@ -7,8 +7,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadOutcome, ReadRequest,
-    Upload, UploadOptions, WholeObject,
+    Capabilities, Claim, FolderStream, Leftover, LeftoverAction, ObjectMeta, ObjectStream, PutMode,
+    ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 
@@ -107,12 +107,17 @@ impl Storage for Joined {
         Err(read_only(StorageOp::Claim, Some(key)))
     }
 
-    async fn remove_leftovers(
+    async fn leftovers(
         &self,
         folder: Option<&Key>,
         _: Duration,
-    ) -> Result<u64, StorageError> {
-        Err(read_only(StorageOp::RemoveLeftovers, folder))
+        action: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
+        Err(read_only(action.op(), folder))
+    }
+
+    async fn remove_empty_folders(&self, folder: &Key) -> Result<(), StorageError> {
+        Err(read_only(StorageOp::RemoveFolders, Some(folder)))
     }
 }
 

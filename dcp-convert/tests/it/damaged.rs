@@ -186,7 +186,7 @@ struct Detached {
 impl Storage for Detached {
     dcp_core::forward_storage!(
         inner: capabilities, stat, read, read_whole, start_upload, list, list_folder, delete,
-        remove_leftovers, claim
+        leftovers, remove_empty_folders, claim
     );
 
     async fn put(

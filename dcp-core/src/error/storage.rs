@@ -55,7 +55,9 @@ pub enum StorageOp {
     List,
     Delete,
     Claim,
+    ListLeftovers,
     RemoveLeftovers,
+    RemoveFolders,
 }
 
 impl fmt::Display for StorageOp {
@@ -69,6 +71,8 @@ impl fmt::Display for StorageOp {
             Self::List => "list",
             Self::Delete => "delete",
             Self::Claim => "claim",
+            Self::ListLeftovers => "list leftovers of",
+            Self::RemoveFolders => "remove empty folders in",
             Self::RemoveLeftovers => "remove leftovers of",
         })
     }

@@ -109,7 +109,7 @@ fn changed(key: &Key) -> StorageError {
 
 #[async_trait]
 impl Storage for ListedStorage {
-    crate::forward_storage!(inner: capabilities, remove_leftovers);
+    crate::forward_storage!(inner: capabilities, leftovers, remove_empty_folders);
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         match self.listing.get(key) {

@@ -9,8 +9,8 @@ use crate::error::StorageError;
 use crate::key::Key;
 use crate::payload::Payload;
 use crate::storage::{
-    Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
-    ReadRequest, Storage, Upload, UploadOptions, WholeObject,
+    Claim, FolderEntry, FolderStream, Leftover, LeftoverAction, ObjectMeta, ObjectStream,
+    PartFuture, PutMode, ReadOutcome, ReadRequest, Storage, Upload, UploadOptions, WholeObject,
 };
 use crate::streams::{FilterMap, Known};
 
@@ -120,12 +120,24 @@ impl Storage for Subfolder {
         Ok(Arc::new(SubfolderClaim { inner, key: key.clone() }))
     }
 
-    async fn remove_leftovers(
+    async fn leftovers(
         &self,
         folder: Option<&Key>,
         min_age: Duration,
-    ) -> Result<u64, StorageError> {
-        self.inner.remove_leftovers(Some(&self.below(folder)?), min_age).await
+        action: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
+        let mut found = self.inner.leftovers(Some(&self.below(folder)?), min_age, action).await?;
+        for leftover in &mut found {
+            let below = leftover.path.strip_prefix(self.folder.as_str());
+            if let Some(name) = below.and_then(|below| below.strip_prefix('/')) {
+                leftover.path = name.to_owned();
+            }
+        }
+        Ok(found)
+    }
+
+    async fn remove_empty_folders(&self, folder: &Key) -> Result<(), StorageError> {
+        self.inner.remove_empty_folders(&self.key(folder)?).await
     }
 }
 

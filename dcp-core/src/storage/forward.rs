@@ -28,7 +28,7 @@
 /// impl Storage for ReadOnly {
 ///     dcp_core::forward_storage!(
 ///         inner: capabilities, stat, read, read_whole, start_upload, list, list_folder, delete,
-///         claim, remove_leftovers
+///         claim, leftovers, remove_empty_folders
 ///     );
 ///
 ///     async fn put(
@@ -107,11 +107,15 @@ macro_rules! forward_storage {
         $crate::forward_storage!(@future $field claim(key: &'a $crate::Key)
             -> ::std::sync::Arc<dyn $crate::storage::Claim>);
     };
-    (@method remove_leftovers $field:tt) => {
-        $crate::forward_storage!(@future $field remove_leftovers(
+    (@method leftovers $field:tt) => {
+        $crate::forward_storage!(@future $field leftovers(
             folder: ::std::option::Option<&'a $crate::Key>,
-            min_age: ::std::time::Duration
-        ) -> u64);
+            min_age: ::std::time::Duration,
+            action: $crate::storage::LeftoverAction
+        ) -> ::std::vec::Vec<$crate::storage::Leftover>);
+    };
+    (@method remove_empty_folders $field:tt) => {
+        $crate::forward_storage!(@future $field remove_empty_folders(folder: &'a $crate::Key) -> ());
     };
     // The signature that `async_trait` gives the methods of the trait.
     (@future [$($field:tt)+] $method:ident($($arg:ident: $type:ty),*) -> $output:ty) => {

@@ -43,7 +43,7 @@ impl Watching {
 #[async_trait]
 impl Storage for Watching {
     dcp_core::forward_storage!(
-        inner: capabilities, stat, read_whole, list, list_folder, delete, remove_leftovers, claim
+        inner: capabilities, stat, read_whole, list, list_folder, delete, leftovers, remove_empty_folders, claim
     );
 
     async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {

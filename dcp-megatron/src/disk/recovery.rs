@@ -166,7 +166,7 @@ fn absent(op: StorageOp, key: &Key) -> StorageError {
 #[async_trait]
 impl Storage for Recovered {
     dcp_core::forward_storage!(
-        inner: capabilities, put, start_upload, delete, claim, remove_leftovers
+        inner: capabilities, put, start_upload, delete, claim, leftovers, remove_empty_folders
     );
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {

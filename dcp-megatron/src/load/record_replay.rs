@@ -345,7 +345,7 @@ fn lock(mode: &Mutex<Mode>) -> MutexGuard<'_, Mode> {
 #[async_trait]
 impl Storage for RecordedStorage {
     dcp_core::forward_storage!(
-        inner: capabilities, put, start_upload, delete, remove_leftovers, claim
+        inner: capabilities, put, start_upload, delete, leftovers, remove_empty_folders, claim
     );
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {

@@ -6,8 +6,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadInto,
-    ReadOutcome, ReadRequest, StorageExt as _, Upload, UploadOptions, WholeObject,
+    Capabilities, Claim, FolderEntry, FolderStream, Leftover, LeftoverAction, ObjectMeta,
+    ObjectStream, PutMode, ReadInto, ReadOutcome, ReadRequest, StorageExt as _, Upload,
+    UploadOptions, WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 
@@ -111,8 +112,17 @@ impl Storage for Window {
         Err(Self::error(StorageErrorKind::Unsupported, StorageOp::Claim, key))
     }
 
-    async fn remove_leftovers(&self, _: Option<&Key>, _: Duration) -> Result<u64, StorageError> {
-        let op = StorageOp::RemoveLeftovers;
+    async fn leftovers(
+        &self,
+        _: Option<&Key>,
+        _: Duration,
+        action: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
+        let op = action.op();
         Err(Self::error(StorageErrorKind::Unsupported, op, &self.object.key))
+    }
+
+    async fn remove_empty_folders(&self, _: &Key) -> Result<(), StorageError> {
+        Ok(())
     }
 }

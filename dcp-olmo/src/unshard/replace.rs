@@ -7,8 +7,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
-    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
-    ReadRequest, StorageExt, Upload, UploadOptions, WholeObject,
+    Capabilities, Claim, FolderStream, Leftover, LeftoverAction, ObjectMeta, ObjectStream,
+    PartFuture, PutMode, ReadOutcome, ReadRequest, StorageExt, Upload, UploadOptions, WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use dcp_formats::hf::IndexFile;
@@ -176,8 +176,17 @@ impl Storage for Nowhere {
         Ok(Arc::new(NowhereClaim(key.clone())))
     }
 
-    async fn remove_leftovers(&self, _: Option<&Key>, _: Duration) -> Result<u64, StorageError> {
-        Ok(0)
+    async fn leftovers(
+        &self,
+        _: Option<&Key>,
+        _: Duration,
+        _: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
+        Ok(Vec::new())
+    }
+
+    async fn remove_empty_folders(&self, _: &Key) -> Result<(), StorageError> {
+        Ok(())
     }
 }
 

@@ -316,7 +316,7 @@ fn copy_overlap(block: &Range<u64>, bytes: &[u8], read: &mut ReadInto) {
 
 #[async_trait]
 impl Storage for CachedStorage {
-    dcp_core::forward_storage!(0.inner: capabilities, list_folder, claim, remove_leftovers);
+    dcp_core::forward_storage!(0.inner: capabilities, list_folder, claim, leftovers, remove_empty_folders);
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         let meta = self.0.inner.stat(key).await?;

@@ -5,15 +5,20 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_core::StorageError;
 use dcp_core::registry::StorageOptions;
+use http::header::AUTHORIZATION;
 use http::{HeaderName, HeaderValue, Method};
-use object_store::client::HttpRequest;
+use object_store::client::{HttpConnector, HttpRequest, HttpRequestBody};
 use object_store::gcp::{GoogleCloudStorage, GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::path::Path;
 use object_store::{CopyOptions, Error, ObjectStore, Result};
 
+use super::uploads::{UploadRequests, XmlUploads};
 use super::{Opened, cannot_connect, options};
 use crate::native::Replacement;
 use crate::service::{Condition, Connector, with_condition};
+
+/// The name of the store in errors.
+const STORE: &str = "GCS";
 
 pub(super) fn connect(bucket: &str, settings: &StorageOptions) -> Result<Opened, StorageError> {
     let mut builder = GoogleCloudStorageBuilder::new();
@@ -23,6 +28,10 @@ pub(super) fn connect(bucket: &str, settings: &StorageOptions) -> Result<Opened,
     // The server that a virtual machine has its identity from has no TLS.
     let mut client = options::client().with_allow_http(true);
     options::configure!(builder, client, GoogleConfigKey, "GOOGLE_", settings);
+    let is_anonymous = builder.get_config_value(&GoogleConfigKey::SkipSignature);
+    let is_anonymous = is_anonymous.as_deref() == Some("true");
+    let address = format!("{}/{}", base_url(&builder), bucket);
+    let http = Connector.connect(&client).map_err(|error| cannot_connect(&error))?;
     let store = builder
         .with_bucket_name(bucket)
         .with_client_options(client)
@@ -31,7 +40,59 @@ pub(super) fn connect(bucket: &str, settings: &StorageOptions) -> Result<Opened,
         .build()
         .map_err(|error| cannot_connect(&error))?;
     let replacement: Arc<dyn Replacement> = Arc::new(GcsReplacement(store.clone()));
-    Ok(Opened { replacement: Some(replacement), ..Opened::new(store) })
+    let requests = Box::new(Requests { store: store.clone(), address, is_anonymous });
+    let open_uploads = XmlUploads { store: Arc::new(store.clone()), requests, http, name: STORE };
+    Ok(Opened {
+        replacement: Some(replacement),
+        open_uploads: Some(Arc::new(open_uploads)),
+        ..Opened::new(store)
+    })
+}
+
+/// Where `object_store` sends its requests: to the address that is set, to that of the service
+/// account, as emulators have it, or to Google.
+fn base_url(builder: &GoogleCloudStorageBuilder) -> String {
+    let of_account = || {
+        let path = builder.get_config_value(&GoogleConfigKey::ServiceAccount);
+        let key = builder
+            .get_config_value(&GoogleConfigKey::ServiceAccountKey)
+            .or_else(|| std::fs::read_to_string(path?).ok())?;
+        let key = serde_json::from_str::<serde_json::Value>(&key).ok()?;
+        Some(key.get("gcs_base_url")?.as_str()?.to_owned())
+    };
+    let given = builder.get_config_value(&GoogleConfigKey::BaseUrl);
+    given.or_else(of_account).unwrap_or_else(|| "https://storage.googleapis.com".to_owned())
+}
+
+/// Requests for the open uploads of a bucket, with the token of the store.
+#[derive(Debug)]
+struct Requests {
+    store: GoogleCloudStorage,
+    /// Of the bucket.
+    address: String,
+    is_anonymous: bool,
+}
+
+#[async_trait]
+impl UploadRequests for Requests {
+    async fn request(&self, query: &[(&str, &str)]) -> Result<HttpRequest> {
+        let query = form_urlencoded::Serializer::new(String::new()).extend_pairs(query).finish();
+        let mut request = HttpRequest::new(HttpRequestBody::empty());
+        *request.uri_mut() = format!("{}?{query}", self.address)
+            .parse()
+            .map_err(|error| Error::Generic { store: STORE, source: Box::new(error) })?;
+        if !self.is_anonymous {
+            let credential = self.store.credentials().get_credential().await?;
+            if !credential.bearer.is_empty() {
+                let value = HeaderValue::from_str(&format!("Bearer {}", credential.bearer));
+                let mut value = value
+                    .map_err(|error| Error::Generic { store: STORE, source: Box::new(error) })?;
+                value.set_sensitive(true);
+                request.headers_mut().insert(AUTHORIZATION, value);
+            }
+        }
+        Ok(request)
+    }
 }
 
 /// A copy with `x-goog-if-generation-match`, which is about the object that is replaced.
@@ -42,7 +103,7 @@ struct GcsReplacement(GoogleCloudStorage);
 impl Replacement for GcsReplacement {
     async fn replace(&self, from: &Path, to: &Path, generation: &str) -> Result<()> {
         let value = HeaderValue::from_str(generation)
-            .map_err(|error| Error::Generic { store: "GCS", source: Box::new(error) })?;
+            .map_err(|error| Error::Generic { store: STORE, source: Box::new(error) })?;
         let name = HeaderName::from_static("x-goog-if-generation-match");
         let applies = |request: &HttpRequest| {
             request.method() == Method::PUT && request.headers().contains_key("x-goog-copy-source")

@@ -1,31 +1,25 @@
 //! Amazon S3 and stores that speak its protocol.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_core::StorageError;
 use dcp_core::registry::StorageOptions;
 use dcp_core::storage::PutMode;
-use futures_util::TryStreamExt;
 use http::header::{IF_MATCH, IF_NONE_MATCH};
 use http::{HeaderValue, Method};
 use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey as S3Key};
-use object_store::client::{HttpClient, HttpConnector, HttpRequest, HttpRequestBody};
-use object_store::multipart::MultipartStore;
+use object_store::client::{HttpConnector, HttpRequest, HttpRequestBody};
 use object_store::path::Path;
 use object_store::signer::{SignedUrlOptions, Signer};
 use object_store::{Error, MultipartUpload, PutResult, Result};
-use serde::Deserialize;
 
 use super::aws_profile::{self, Profile, Surroundings};
+use super::uploads::{UploadRequests, XmlUploads};
 use super::{Opened, cannot_connect, invalid, options};
-use crate::error::INVALID_LIST;
-use crate::native::{Completion, OpenUploads};
+use crate::native::Completion;
 use crate::service::{Condition, Connector, with_condition};
-
-/// The longest answer that lists 1000 uploads; a key has at most 1024 bytes.
-const PAGE_BYTES_MAX: usize = 8 << 20;
 
 pub(super) fn connect(bucket: &str, settings: &StorageOptions) -> Result<Opened, StorageError> {
     let mut builder = AmazonS3Builder::new();
@@ -51,12 +45,13 @@ pub(super) fn connect(bucket: &str, settings: &StorageOptions) -> Result<Opened,
         true => Some(Arc::new(S3Completion)),
         false => None,
     };
-    let open_uploads = Arc::new(S3Uploads { store: store.clone(), http });
+    let requests = Box::new(SignedRequests(store.clone()));
+    let open_uploads = XmlUploads { store: Arc::new(store.clone()), requests, http, name: "S3" };
     Ok(Opened {
         store: Arc::new(store),
         completion,
         replacement: None,
-        open_uploads: Some(open_uploads),
+        open_uploads: Some(Arc::new(open_uploads)),
         conditional_writes,
     })
 }
@@ -136,99 +131,20 @@ impl Completion for S3Completion {
     }
 }
 
-/// The multipart uploads of a bucket, which `object_store` does not list.
+/// Requests for the open uploads of a bucket, whose address has the signature.
 #[derive(Debug)]
-struct S3Uploads {
-    store: AmazonS3,
-    http: HttpClient,
-}
+struct SignedRequests(AmazonS3);
 
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "PascalCase")]
-struct Page {
-    #[serde(default)]
-    is_truncated: bool,
-    #[serde(default)]
-    next_key_marker: String,
-    #[serde(default)]
-    next_upload_id_marker: String,
-    #[serde(default, rename = "Upload")]
-    uploads: Vec<Listed>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "PascalCase")]
-struct Listed {
-    key: String,
-    upload_id: String,
-    initiated: String,
-}
-
-impl S3Uploads {
-    /// One page of the uploads below a prefix, behind a key and an upload.
-    async fn page(&self, prefix: &str, behind: &(String, String)) -> Result<Page> {
-        let mut query = vec![("uploads", ""), ("prefix", prefix)];
-        if !behind.0.is_empty() {
-            query.extend([("key-marker", behind.0.as_str()), ("upload-id-marker", &behind.1)]);
-        }
-        let signed = SignedUrlOptions::new().with_query(query);
+#[async_trait]
+impl UploadRequests for SignedRequests {
+    async fn request(&self, query: &[(&str, &str)]) -> Result<HttpRequest> {
+        let signed = SignedUrlOptions::new().with_query(query.iter().copied());
         let expires = Duration::from_secs(300);
-        let url = self.store.signed_url_opts(Method::GET, &Path::ROOT, expires, &signed).await?;
+        let url = self.0.signed_url_opts(Method::GET, &Path::ROOT, expires, &signed).await?;
         let mut request = HttpRequest::new(HttpRequestBody::empty());
         *request.uri_mut() =
             String::from(url).parse().map_err(|_| failed("the address of the bucket is no URI"))?;
-        let answer = self
-            .http
-            .execute(request)
-            .await
-            .map_err(|source| Error::Generic { store: "S3", source: Box::new(source) })?;
-        let status = answer.status();
-        let body = answer.into_body().bytes_stream();
-        let body = body.map_err(|source| Error::Generic { store: "S3", source: Box::new(source) });
-        let body = body.try_fold(Vec::new(), |mut all, piece| async move {
-            all.extend_from_slice(&piece);
-            let is_bounded = all.len() <= PAGE_BYTES_MAX;
-            if is_bounded { Ok(all) } else { Err(failed("the list of uploads is too long")) }
-        });
-        let body = String::from_utf8_lossy(&body.await?).into_owned();
-        if !status.is_success() {
-            // In the form of the errors of `object_store`.
-            return Err(failed(format!("status code: {status}: {body}")));
-        }
-        quick_xml::de::from_str(&body).map_err(|error| failed(format!("{INVALID_LIST}: {error}")))
-    }
-}
-
-#[async_trait]
-impl OpenUploads for S3Uploads {
-    async fn abort_before(&self, folder: &Path, time: SystemTime) -> Result<u64> {
-        let folder = folder.as_ref();
-        let prefix = if folder.is_empty() { String::new() } else { format!("{folder}/") };
-        let mut behind = (String::new(), String::new());
-        let mut aborted = 0;
-        loop {
-            let page = self.page(&prefix, &behind).await?;
-            for upload in &page.uploads {
-                let begun = chrono::DateTime::parse_from_rfc3339(&upload.initiated)
-                    .map_err(|error| failed(format!("the time of an upload: {error}")))?;
-                // Some stores ignore the prefix.
-                if SystemTime::from(begun) > time || !upload.key.starts_with(&prefix) {
-                    continue;
-                }
-                // A key that is no path is not of this crate.
-                let Ok(path) = Path::parse(&upload.key) else { continue };
-                match self.store.abort_multipart(&path, &upload.upload_id).await {
-                    Ok(()) => aborted += 1,
-                    Err(Error::NotFound { .. }) => {}
-                    Err(error) => return Err(error),
-                }
-            }
-            let next = (page.next_key_marker, page.next_upload_id_marker);
-            if !page.is_truncated || next == behind {
-                return Ok(aborted);
-            }
-            behind = next;
-        }
+        Ok(request)
     }
 }
 
@@ -266,24 +182,5 @@ mod tests {
         let named = none().with("aws_profile", "x");
         let error = with_profile(new().with_token("5ec7e7"), &named, &around).unwrap_err();
         assert!(error.to_string().contains("AWS_SESSION_TOKEN"), "{error}");
-    }
-
-    #[test]
-    fn a_list_of_uploads_is_read() {
-        let text = "<?xml version=\"1.0\"?><ListMultipartUploadsResult \
-            xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><Bucket>b</Bucket>\
-            <NextKeyMarker>k</NextKeyMarker><NextUploadIdMarker>2</NextUploadIdMarker>\
-            <IsTruncated>true</IsTruncated><Upload><Key>a &amp; b</Key><UploadId>1</UploadId>\
-            <Owner><ID>x</ID></Owner><Initiated>2026-01-02T03:04:05.000Z</Initiated></Upload>\
-            <Upload><Key>k</Key><UploadId>2</UploadId><Initiated>2026-01-02T03:04:05Z</Initiated>\
-            </Upload></ListMultipartUploadsResult>";
-        let page: Page = quick_xml::de::from_str(text).unwrap();
-        assert!(page.is_truncated && page.next_key_marker == "k");
-        assert_eq!(page.uploads[0].key, "a & b");
-        assert_eq!(page.uploads[1].upload_id, "2");
-        let empty = "<ListMultipartUploadsResult><IsTruncated>false</IsTruncated>\
-            </ListMultipartUploadsResult>";
-        let page: Page = quick_xml::de::from_str(empty).unwrap();
-        assert!(!page.is_truncated && page.uploads.is_empty());
     }
 }

@@ -4,6 +4,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use dcp_conformance::http::{FaultRule, HttpFault};
+use dcp_core::storage::LeftoverAction;
 
 use crate::checkpoint::{loaded, save_on_one};
 use crate::place::{Place, Store, block_on};
@@ -56,9 +57,10 @@ pub(crate) fn killed_saves(place: &Place) {
         let names = place.names();
         assert_eq!(names.len(), 3, "data, metadata and sidecar: {names:?}");
         let storage = place.storage();
-        let remove = || block_on(storage.remove_leftovers(None, Duration::ZERO)).unwrap();
+        let remove =
+            || block_on(storage.leftovers(None, Duration::ZERO, LeftoverAction::Remove)).unwrap();
         remove();
-        assert_eq!(remove(), 0, "uploads are left");
+        assert_eq!(remove(), [], "uploads are left");
     }
     assert_eq!(loaded_before, 2);
 }

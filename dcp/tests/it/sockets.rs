@@ -10,7 +10,8 @@ use async_trait::async_trait;
 use dcp::core::error::StorageOp;
 use dcp::core::registry::{OpenRequest, StorageOpener};
 use dcp::core::storage::{
-    Claim, ObjectMeta, PutMode, ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
+    Claim, Leftover, LeftoverAction, ObjectMeta, PutMode, ReadOutcome, ReadRequest, Upload,
+    UploadOptions, WholeObject,
 };
 use dcp::core::{Key, Payload, StorageError};
 use dcp::{Checkpointer, Storage};
@@ -107,13 +108,19 @@ impl Storage for RemoteStorage {
         self.inner.delete(keys).await
     }
 
-    async fn remove_leftovers(
+    async fn leftovers(
         &self,
         folder: Option<&Key>,
         min_age: Duration,
-    ) -> Result<u64, StorageError> {
+        action: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
         self.request().await?;
-        self.inner.remove_leftovers(folder, min_age).await
+        self.inner.leftovers(folder, min_age, action).await
+    }
+
+    async fn remove_empty_folders(&self, folder: &Key) -> Result<(), StorageError> {
+        self.request().await?;
+        self.inner.remove_empty_folders(folder).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {

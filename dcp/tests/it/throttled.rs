@@ -52,7 +52,7 @@ struct Watched {
 impl Storage for Watched {
     dcp_core::forward_storage!(
         inner: capabilities, stat, read, read_whole, list, list_folder, delete, claim,
-        remove_leftovers
+        leftovers, remove_empty_folders
     );
 
     async fn put(

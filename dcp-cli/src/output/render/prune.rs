@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use dcp::checkpoint::run::{PrunePlan, PruneReport};
+use dcp::checkpoint::run::{LeftBehind, LeftBehindKind, PrunePlan, PruneReport};
 use dcp::core::text::Message;
 
 use super::run::age;
@@ -16,7 +16,8 @@ const NAME_MAX: usize = 40;
 pub(crate) fn plan(uri: &str, plan: &PrunePlan, out: &Output) -> String {
     let style = out.style;
     if plan.steps.is_empty() {
-        return format!("{}: no checkpoints of steps\n", printable(uri));
+        let none = format!("{}: no checkpoints of steps\n", printable(uri));
+        return none + &leftovers(&plan.leftovers);
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
     let rows: Vec<_> = plan
@@ -62,20 +63,54 @@ pub(crate) fn plan(uri: &str, plan: &PrunePlan, out: &Output) -> String {
     let bytes = plan.deleted().map(|step| step.bytes).fold(0, u64::saturating_add);
     let all = count(plan.steps.len(), "checkpoint");
     let _ = writeln!(text, "\n{all}, {deleted} of them to delete: {}", size(bytes));
+    text + &leftovers(&plan.leftovers)
+}
+
+/// What dead writers left, a line for each.
+fn leftovers(found: &[LeftBehind]) -> String {
+    let mut text = String::new();
+    for one in found {
+        let _ = writeln!(text, "{}  {}", kind(one.kind), shown(one));
+    }
+    if !found.is_empty() {
+        let _ = writeln!(text, "{} of dead writers to remove", counts(found));
+    }
     text
+}
+
+fn kind(kind: LeftBehindKind) -> &'static str {
+    match kind {
+        LeftBehindKind::OpenUpload => "open upload",
+        _ => "temporary file",
+    }
+}
+
+/// The path, and the length where it is known.
+fn shown(one: &LeftBehind) -> String {
+    let bytes = one.bytes.map(|bytes| format!("  {}", size(bytes))).unwrap_or_default();
+    format!("{}{bytes}", printable(&one.path))
+}
+
+fn counts(found: &[LeftBehind]) -> String {
+    let uploads = found.iter().filter(|one| one.kind == LeftBehindKind::OpenUpload).count();
+    let of = [(found.len() - uploads, "temporary file"), (uploads, "open upload")];
+    let of = of.iter().filter(|(number, _)| *number > 0).map(|(number, what)| count(*number, what));
+    of.collect::<Vec<_>>().join(" and ")
 }
 
 pub(crate) fn report(uri: &str, report: &PruneReport, out: &Output) -> String {
     let mut text = String::new();
+    for one in &report.leftovers {
+        let _ = writeln!(text, "removed {}  {}", kind(one.kind), shown(one));
+    }
     for one in &report.deleted {
         let _ = writeln!(text, "deleted {}  {}", printable(&one.name), size(one.bytes));
     }
     let steps = out.style.bold(&count(report.deleted.len(), "checkpoint"));
     let files = count(usize::try_from(report.files).unwrap_or(usize::MAX), "file");
     let _ = write!(text, "{}: {steps} deleted, {files}, {}", printable(uri), size(report.bytes));
-    if report.leftovers > 0 {
-        let leftovers = usize::try_from(report.leftovers).unwrap_or(usize::MAX);
-        let _ = write!(text, "; {} of dead writers removed", count(leftovers, "temporary file"));
+    if !report.leftovers.is_empty() {
+        let _ = write!(text, "; {} of dead writers removed", counts(&report.leftovers));
     }
     text.push('\n');
     text

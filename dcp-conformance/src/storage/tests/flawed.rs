@@ -7,8 +7,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
-    Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadInto,
-    ReadOutcome, ReadRequest, StorageExt, Upload, UploadOptions, Version, WholeObject,
+    Claim, FolderEntry, FolderStream, Leftover, LeftoverAction, ObjectMeta, ObjectStream,
+    PartFuture, PutMode, ReadInto, ReadOutcome, ReadRequest, StorageExt, Upload, UploadOptions,
+    Version, WholeObject,
 };
 use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -58,6 +59,7 @@ pub(super) enum Flaw {
     PartsInOrderOfTheirEnds,
     LosesDroppedParts,
     LeftoversAreEverything,
+    FoldersGoWithTheirObjects,
     TakesPartsOfAnyLength,
 }
 
@@ -300,16 +302,25 @@ impl Storage for Flawed {
         self.inner.delete(&keys).await
     }
 
-    async fn remove_leftovers(
+    async fn leftovers(
         &self,
         folder: Option<&Key>,
         min_age: Duration,
-    ) -> Result<u64, StorageError> {
+        action: LeftoverAction,
+    ) -> Result<Vec<Leftover>, StorageError> {
         if self.has(Flaw::LeftoversAreEverything) {
             let all = self.inner.list(folder).map_ok(|meta| meta.key);
             self.inner.delete(&all.try_collect::<Vec<_>>().await?).await?;
         }
-        self.inner.remove_leftovers(folder, min_age).await
+        self.inner.leftovers(folder, min_age, action).await
+    }
+
+    async fn remove_empty_folders(&self, folder: &Key) -> Result<(), StorageError> {
+        if self.has(Flaw::FoldersGoWithTheirObjects) {
+            let all = self.inner.list(Some(folder)).map_ok(|meta| meta.key);
+            self.inner.delete(&all.try_collect::<Vec<_>>().await?).await?;
+        }
+        self.inner.remove_empty_folders(folder).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {

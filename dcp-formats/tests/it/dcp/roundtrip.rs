@@ -302,7 +302,7 @@ fn progress_of_a_load_is_what_was_needed() {
     let sum = Arc::clone(&seen);
     let progress: dcp_formats::ByteProgress = Arc::new(move |bytes| *sum.lock().unwrap() += bytes);
     let reader = DcpReader::builder(storage).progress(progress).build();
-    let loaded = crate::harness::load_with(&reader).unwrap();
+    let loaded = load_with(&reader).unwrap();
     assert!(loaded.same(&state.loaded()));
     assert_eq!((*seen.lock().unwrap(), loaded.report.bytes_needed), (1_000_000, 1_000_000));
     let whole = Tensor::replicated(DType::UInt8, [1], HostMemory::zeroed(1)).unwrap();

@@ -33,7 +33,7 @@ struct Shared {
 #[async_trait]
 impl Storage for Shared {
     dcp_core::forward_storage!(
-        inner: stat, read, read_whole, start_upload, list, list_folder, delete, remove_leftovers
+        inner: stat, read, read_whole, start_upload, list, list_folder, delete, leftovers, remove_empty_folders
     );
 
     fn capabilities(&self) -> Capabilities {

@@ -3,16 +3,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::SystemTime;
 
-use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use hyper::header::HeaderMap;
 
+use super::content::Content;
 use super::now;
 
 /// A whole object.
 #[derive(Clone, Debug)]
 pub(super) struct Object {
-    pub(super) data: Bytes,
+    pub(super) data: Content,
     /// In quotes.
     pub(super) etag: String,
     pub(super) generation: u64,
@@ -26,7 +26,7 @@ pub(super) struct Object {
 struct Upload {
     key: String,
     attributes: HeaderMap,
-    parts: BTreeMap<u32, (String, Bytes)>,
+    parts: BTreeMap<u32, (String, Content)>,
     started: SystemTime,
 }
 
@@ -36,6 +36,16 @@ pub(super) struct Unfinished {
     pub(super) key: String,
     pub(super) id: String,
     pub(super) started: SystemTime,
+}
+
+/// What a write requires of the object that is there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Condition {
+    None,
+    Absent,
+    Generation(u64),
+    /// In quotes.
+    Etag(String),
 }
 
 /// One page of a listing.
@@ -133,30 +143,34 @@ impl Bucket {
         is_wanted.then_some(object).ok_or(Failure::NoSuchKey)
     }
 
-    /// Whether the object has this generation; zero for no object.
-    fn check(&self, key: &str, generation: Option<u64>) -> Result<(), Failure> {
-        let found = self.objects.get(key).map_or(0, |object| object.generation);
-        let holds = generation.is_none_or(|wanted| wanted == found);
+    fn check(&self, key: &str, condition: &Condition) -> Result<(), Failure> {
+        let found = self.objects.get(key);
+        let holds = match condition {
+            Condition::None => true,
+            Condition::Absent => found.is_none(),
+            Condition::Generation(wanted) => found.is_some_and(|one| one.generation == *wanted),
+            Condition::Etag(wanted) => found.is_some_and(|one| one.etag == *wanted),
+        };
         holds.then_some(()).ok_or(Failure::PreconditionFailed)
     }
 
     pub(super) fn put(
         &mut self,
         key: &str,
-        data: Bytes,
+        data: Content,
         attributes: HeaderMap,
-        generation: Option<u64>,
+        condition: &Condition,
     ) -> Result<Object, Failure> {
-        self.check(key, generation)?;
+        self.check(key, condition)?;
         let generation = self.next_number();
-        let etag = etag(&data);
+        let etag = data.etag();
         let object = Object { data, etag, generation, modified: now(), attributes };
         self.objects.insert(key.to_owned(), object.clone());
         Ok(object)
     }
 
-    pub(super) fn delete(&mut self, key: &str, generation: Option<u64>) -> Result<(), Failure> {
-        self.check(key, generation)?;
+    pub(super) fn delete(&mut self, key: &str, condition: &Condition) -> Result<(), Failure> {
+        self.check(key, condition)?;
         self.objects.remove(key).map(drop).ok_or(Failure::NoSuchKey)
     }
 
@@ -212,9 +226,9 @@ impl Bucket {
         key: &str,
         id: &str,
         number: u32,
-        data: Bytes,
+        data: Content,
     ) -> Result<String, Failure> {
-        let etag = etag(&data);
+        let etag = data.etag();
         self.upload(key, id)?.parts.insert(number, (etag.clone(), data));
         Ok(etag)
     }
@@ -225,23 +239,23 @@ impl Bucket {
         key: &str,
         id: &str,
         parts: &[(u32, String)],
-        generation: Option<u64>,
+        condition: &Condition,
     ) -> Result<Object, Failure> {
         let upload = self.upload(key, id)?;
         let is_ascending = parts.windows(2).all(|pair| pair[0].0 < pair[1].0);
         if parts.is_empty() || !is_ascending {
             return Err(Failure::InvalidPart);
         }
-        let mut data = BytesMut::new();
+        let mut data = Content::default();
         for (number, etag) in parts {
             let (found, part) = upload.parts.get(number).ok_or(Failure::InvalidPart)?;
             if found != etag {
                 return Err(Failure::InvalidPart);
             }
-            data.extend_from_slice(part);
+            data.append(part);
         }
         let attributes = upload.attributes.clone();
-        let object = self.put(key, data.freeze(), attributes, generation)?;
+        let object = self.put(key, data, attributes, condition)?;
         self.uploads.remove(id);
         Ok(object)
     }
@@ -265,19 +279,24 @@ impl Bucket {
     }
 }
 
-/// Of the bytes alone, as the real one mostly is.
-fn etag(data: &[u8]) -> String {
-    format!("\"{:08x}{:016x}\"", crc32fast::hash(data), data.len())
-}
-
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
+
     use super::*;
+
+    fn text(text: &'static str) -> Content {
+        Bytes::from(text).into()
+    }
+
+    fn read(bucket: &Bucket) -> Bytes {
+        bucket.get("k", None).unwrap().data.to_bytes()
+    }
 
     fn bucket(keys: &[&str]) -> Bucket {
         let mut bucket = Bucket::default();
         for key in keys {
-            bucket.put(key, Bytes::new(), HeaderMap::new(), None).unwrap();
+            bucket.put(key, Content::default(), HeaderMap::new(), &Condition::None).unwrap();
         }
         bucket
     }
@@ -307,14 +326,14 @@ mod tests {
     #[test]
     fn an_object_is_replaced_only_in_the_generation_that_was_named() {
         let mut bucket = bucket(&[]);
-        let first = bucket.put("k", Bytes::from("1"), HeaderMap::new(), Some(0)).unwrap();
-        let again = bucket.put("k", Bytes::from("2"), HeaderMap::new(), Some(0));
+        let first = bucket.put("k", text("1"), HeaderMap::new(), &Condition::Absent).unwrap();
+        let again = bucket.put("k", text("2"), HeaderMap::new(), &Condition::Absent);
         assert_eq!(again.unwrap_err(), Failure::PreconditionFailed);
-        let second =
-            bucket.put("k", Bytes::from("2"), HeaderMap::new(), Some(first.generation)).unwrap();
-        let late = bucket.put("k", Bytes::from("3"), HeaderMap::new(), Some(first.generation));
+        let known = Condition::Generation(first.generation);
+        let second = bucket.put("k", text("2"), HeaderMap::new(), &known).unwrap();
+        let late = bucket.put("k", text("3"), HeaderMap::new(), &known);
         assert_eq!(late.unwrap_err(), Failure::PreconditionFailed);
-        assert_eq!(bucket.get("k", None).unwrap().data, "2");
+        assert_eq!(read(&bucket), "2");
         assert_ne!(first.etag, second.etag);
     }
 
@@ -322,14 +341,14 @@ mod tests {
     fn an_upload_is_visible_when_it_is_complete() {
         let mut bucket = bucket(&[]);
         let id = bucket.start_upload("k", HeaderMap::new());
-        let two = bucket.put_part("k", &id, 2, Bytes::from("b")).unwrap();
-        let one = bucket.put_part("k", &id, 1, Bytes::from("a")).unwrap();
+        let two = bucket.put_part("k", &id, 2, text("b")).unwrap();
+        let one = bucket.put_part("k", &id, 1, text("a")).unwrap();
         assert_eq!(bucket.get("k", None).unwrap_err(), Failure::NoSuchKey);
         let wrong = [(1, two.clone()), (2, one.clone())];
-        let refused = bucket.complete("k", &id, &wrong, None);
+        let refused = bucket.complete("k", &id, &wrong, &Condition::None);
         assert_eq!(refused.unwrap_err(), Failure::InvalidPart);
-        bucket.complete("k", &id, &[(1, one), (2, two)], None).unwrap();
-        assert_eq!(bucket.get("k", None).unwrap().data, "ab");
+        bucket.complete("k", &id, &[(1, one), (2, two)], &Condition::None).unwrap();
+        assert_eq!(read(&bucket), "ab");
         assert_eq!(bucket.abort("k", &id).unwrap_err(), Failure::NoSuchUpload);
     }
 }

@@ -81,10 +81,41 @@ pub(super) fn failure(failure: &Failure) -> Bytes {
     Bytes::from(format!("{HEAD}<Error>{code}{message}</Error>"))
 }
 
+pub(super) fn deleted(keys: &[String]) -> Bytes {
+    let keys = keys.iter().map(|key| format!("<Deleted>{}</Deleted>", element("Key", key)));
+    Bytes::from(format!("{HEAD}<DeleteResult>{}</DeleteResult>", keys.collect::<String>()))
+}
+
+/// The keys in the body of a deletion of many objects; `None` for anything else.
+pub(super) fn keys(body: &[u8]) -> Option<Vec<String>> {
+    let mut keys = Vec::new();
+    elements(body, |name, text| {
+        if name == b"Key" {
+            keys.push(text.to_owned());
+        }
+        Some(())
+    })?;
+    Some(keys)
+}
+
 /// Number and ETag of each part in the body that completes an upload; `None` for anything else.
 pub(super) fn parts(body: &[u8]) -> Option<Vec<(u32, String)>> {
-    let mut reader = Reader::from_str(std::str::from_utf8(body).ok()?);
     let (mut parts, mut number, mut etag) = (Vec::new(), None, String::new());
+    elements(body, |name, text| {
+        match name {
+            b"PartNumber" => number = Some(text.trim().parse().ok()?),
+            b"ETag" => text.trim().clone_into(&mut etag),
+            b"Part" => parts.push((number.take()?, std::mem::take(&mut etag))),
+            _ => {}
+        }
+        Some(())
+    })?;
+    Some(parts)
+}
+
+/// Calls a function at the end of every element with its name and its last text.
+fn elements(body: &[u8], mut end: impl FnMut(&[u8], &str) -> Option<()>) -> Option<()> {
+    let mut reader = Reader::from_str(std::str::from_utf8(body).ok()?);
     let mut text = String::new();
     loop {
         match reader.read_event().ok()? {
@@ -93,15 +124,13 @@ pub(super) fn parts(body: &[u8]) -> Option<Vec<(u32, String)>> {
             Event::GeneralRef(entity) => match entity.decode().ok()?.as_ref() {
                 "quot" => text.push('"'),
                 "amp" => text.push('&'),
+                "lt" => text.push('<'),
+                "gt" => text.push('>'),
+                "apos" => text.push('\''),
                 _ => return None,
             },
-            Event::End(end) => match end.name().as_ref() {
-                b"PartNumber" => number = Some(text.trim().parse().ok()?),
-                b"ETag" => etag = text.trim().to_owned(),
-                b"Part" => parts.push((number.take()?, std::mem::take(&mut etag))),
-                _ => {}
-            },
-            Event::Eof => return Some(parts),
+            Event::End(name) => end(name.name().as_ref(), &text)?,
+            Event::Eof => return Some(()),
             _ => {}
         }
     }

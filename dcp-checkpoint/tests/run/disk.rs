@@ -44,12 +44,12 @@ async fn nothing_outside_of_the_run_is_deleted_and_no_empty_folder_stays() {
     assert_eq!((count(&outside), count(&root.join("step-3"))), before);
     assert!(root.join("step-1").is_symlink() && root.join("step-0").is_symlink());
     assert!(!root.join("step-2/.metadata").exists());
+    assert!(!root.join("step-2/empty").exists(), "a folder that was empty before goes, too");
 
     // Without such links, the folder goes, too.
     dcp_testing::copy_folder(&from, &root.join("step-2"));
     fs::remove_file(root.join("step-2/more")).unwrap();
     fs::remove_file(root.join("step-2/linked")).ok();
-    fs::remove_dir(root.join("step-2/empty")).unwrap();
     run.prune().policy(KeepLast(1)).run().await.unwrap();
     assert!(!root.join("step-2").exists());
 }

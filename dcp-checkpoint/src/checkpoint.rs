@@ -1,10 +1,12 @@
 //! A checkpoint that was opened.
 
+use std::fmt;
 use std::sync::Arc;
 
 use dcp_convert::Source;
 use dcp_core::Storage;
 use dcp_core::format::{FormatInfo, UnfinishedSave};
+use dcp_core::text::without_secrets;
 use dcp_megatron::MegatronCheckpoint;
 
 use crate::opener::Opener;
@@ -13,7 +15,6 @@ use crate::opener::Opener;
 pub(crate) type TrackerProblem = (&'static str, String);
 
 /// A checkpoint that an [`Opener`] opened to read.
-#[derive(Debug)]
 pub struct Checkpoint {
     pub(crate) opener: Opener,
     pub(crate) uri: String,
@@ -26,6 +27,17 @@ pub struct Checkpoint {
     pub(crate) unfinished: Option<UnfinishedSave>,
     pub(crate) tracker_problem: Option<TrackerProblem>,
     pub(crate) notes: Vec<String>,
+}
+
+impl fmt::Debug for Checkpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Checkpoint")
+            .field("uri", &without_secrets(&self.uri))
+            .field("place", &without_secrets(&self.place))
+            .field("format", &self.format)
+            .field("storage", &self.storage)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Checkpoint {

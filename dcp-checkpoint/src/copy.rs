@@ -1,12 +1,14 @@
 //! Copying checkpoints between storages, file by file.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::Arc;
 
 use dcp_convert::jobs::copy::{Comparing, CopyFiles, CopyReport, Replace};
 use dcp_convert::{JobOptions, Source};
 use dcp_core::registry::Access;
 use dcp_core::storage::ObjectMeta;
+use dcp_core::text::without_secrets;
 use dcp_core::{Key, Storage, StorageErrorKind};
 use futures_util::TryStreamExt;
 
@@ -43,7 +45,6 @@ impl Opener {
 /// The files that make a checkpoint visible, such as `.metadata`, are copied when all others are
 /// complete, so an interrupted copy is no checkpoint. Another run of it continues: files that are at
 /// the target with the same bytes stay.
-#[derive(Debug)]
 #[must_use = "a copy does nothing before `run`"]
 pub struct Copying<'a> {
     opener: &'a Opener,
@@ -51,6 +52,16 @@ pub struct Copying<'a> {
     target: String,
     compare: Comparing,
     job: JobOptions,
+}
+
+impl fmt::Debug for Copying<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Copying")
+            .field("source", &without_secrets(&self.source))
+            .field("target", &without_secrets(&self.target))
+            .field("compare", &self.compare)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Copying<'_> {

@@ -1,11 +1,13 @@
 //! What a checkpoint is written as, and the writing.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use dcp_convert::cast::{CastOptions, is_exact};
 use dcp_convert::keys::unmatched_patterns;
 use dcp_convert::{ConversionReport, JobOptions, Source, view};
 use dcp_core::format::{CheckpointTarget, WriterOptions};
+use dcp_core::text::without_secrets;
 use dcp_core::{DType, Value};
 use dcp_formats::torch_save::{TorchSaveForm, TorchSaveOptions};
 use dcp_megatron::partition::ParallelLayout;
@@ -36,7 +38,7 @@ const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 /// let model = model.keep_dtype("*.norm.weight").config("original-model").overwrite(true);
 /// # drop(model);
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Destination {
     uri: String,
     format: Option<Format>,
@@ -50,6 +52,17 @@ pub struct Destination {
     pub(crate) megatron: MegatronTarget,
     overwrite: bool,
     rollback: Rollback,
+}
+
+impl fmt::Debug for Destination {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Destination")
+            .field("uri", &without_secrets(&self.uri))
+            .field("format", &self.format)
+            .field("dtype", &self.dtype)
+            .field("overwrite", &self.overwrite)
+            .finish_non_exhaustive()
+    }
 }
 
 impl From<&str> for Destination {

@@ -7,8 +7,8 @@ use rustix::fs::{AtFlags, FileType, Mode, fsync, mkdirat, statat, unlinkat};
 use rustix::io::Errno;
 
 use crate::error::is_absence;
-use crate::root::{FOLDER, Root, split};
 use crate::folder_listing::look_into;
+use crate::root::{FOLDER, Root, split};
 
 /// Opens the folder at `path`; creates it and those above it if they are missing.
 pub(crate) fn open_or_create(root: &Root, path: &str) -> io::Result<OwnedFd> {

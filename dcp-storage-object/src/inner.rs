@@ -86,6 +86,19 @@ impl Inner {
         path: &Path,
         attempts: &mut Attempts,
     ) -> Result<GetResult, Failure> {
+        // The answer to a HEAD does not tell a missing bucket from a missing object, which costs
+        // another request where no object was seen yet.
+        let is_first = !self.bucket_seen.load(Ordering::Relaxed);
+        if is_first && matches!(self.provider, Provider::S3 | Provider::Gcs | Provider::Azure) {
+            let options = GetOptions::new().with_range(Some(0..1));
+            match attempts.request(op, self.store.get_opts(path, options)).await {
+                Err(failure) if failure.kind != Kind::NotFound => {}
+                answer => {
+                    self.bucket_seen.store(true, Ordering::Relaxed);
+                    return answer;
+                }
+            }
+        }
         loop {
             let options = GetOptions::new().with_head(true);
             let failure = match attempts.request(op, self.store.get_opts(path, options)).await {

@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use dcp_core::error::StorageOp as Op;
 use dcp_core::storage::{ObjectMeta, PartFuture, PutMode, Upload, UploadOptions};
 use dcp_core::{Key, Payload, StorageError, StorageErrorKind as Kind};
-use futures_util::future::ready;
+use futures_util::future::{join, ready};
 use object_store::path::Path;
 use object_store::{CopyMode, CopyOptions, GetOptions, MultipartUpload, PutResult};
 use tokio::runtime::Handle;
@@ -69,13 +69,24 @@ pub(crate) async fn start(
     let mut attempts = Attempts::new(inner.retry);
     let begun = async {
         let step = step(inner, &path, &options, &mark)?;
-        if options.mode == PutMode::Create {
-            // Early, before parts are sent for nothing.
-            inner.refuse_taken(Op::Upload, &path, &mut attempts).await?;
-        }
         let to = if let Step::Copy(path) = &step { path } else { &path };
-        let upload = inner.begin(to, &mark, &mut attempts).await?;
-        Ok((step, upload))
+        if options.mode != PutMode::Create {
+            let upload = inner.begin(to, &mark, &mut attempts).await?;
+            return Ok((step, upload));
+        }
+        // Early, before parts are sent for nothing.
+        let mut of_look = attempts.clone();
+        let look = inner.refuse_taken(Op::Upload, &path, &mut of_look);
+        let (free, upload) = join(look, inner.begin(to, &mark, &mut attempts)).await;
+        match (free, upload) {
+            (Ok(()), upload) => Ok((step, upload?)),
+            (Err(taken), upload) => {
+                if let Ok(upload) = upload {
+                    discard(inner, upload, key).await;
+                }
+                Err(taken)
+            }
+        }
     };
     match begun.await {
         Ok((step, upload)) => Ok(Box::new(ObjectUpload {

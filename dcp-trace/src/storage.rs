@@ -170,7 +170,11 @@ impl Storage for TracedStorage {
         min_age: Duration,
         action: LeftoverAction,
     ) -> Result<Vec<Leftover>, StorageError> {
-        let span = self.request("leftovers", folder);
+        let name = match action {
+            LeftoverAction::List => "list leftovers",
+            LeftoverAction::Remove => "remove leftovers",
+        };
+        let span = self.request(name, folder);
         done(span, self.inner.leftovers(folder, min_age, action).await)
     }
 

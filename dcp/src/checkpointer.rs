@@ -1,6 +1,7 @@
 //! Saves and loads in a group, from URLs.
 
 mod open;
+mod shown;
 #[cfg(feature = "trace")]
 mod trace;
 
@@ -330,7 +331,6 @@ impl fmt::Debug for Checkpointer {
 /// After an error the place holds what it held before; see [`Saver::save`]. It returns the error of an
 /// earlier background save whose [`SaveHandle`] was dropped, and saves nothing then. In a group, every rank
 /// returns the same error, also when one rank has no state or cannot open the storage.
-#[derive(Debug)]
 #[must_use = "a save does nothing until it is awaited"]
 pub struct Save {
     with: Checkpointer,
@@ -413,7 +413,6 @@ impl IntoFuture for Save {
 /// Nothing is changed before every rank has found that the checkpoint fits; see [`Loader::load`].
 /// In a group, every rank returns the same error, also that of one rank's
 /// [`load_state_dict`](Stateful::load_state_dict), which comes last.
-#[derive(Debug)]
 #[must_use = "a load does nothing until it is awaited"]
 pub struct Load<'a, S: ?Sized> {
     with: Checkpointer,

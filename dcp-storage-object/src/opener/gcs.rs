@@ -53,10 +53,7 @@ pub(super) fn connect(bucket: &str, settings: &StorageOptions) -> Result<Opened,
 /// account, as emulators have it, or to Google.
 fn base_url(builder: &GoogleCloudStorageBuilder) -> String {
     let of_account = || {
-        let path = builder.get_config_value(&GoogleConfigKey::ServiceAccount);
-        let key = builder
-            .get_config_value(&GoogleConfigKey::ServiceAccountKey)
-            .or_else(|| std::fs::read_to_string(path?).ok())?;
+        let key = builder.get_config_value(&GoogleConfigKey::ServiceAccountKey)?;
         let key = serde_json::from_str::<serde_json::Value>(&key).ok()?;
         Some(key.get("gcs_base_url")?.as_str()?.to_owned())
     };

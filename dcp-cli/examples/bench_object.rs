@@ -43,12 +43,12 @@ fn main() -> Result {
         ["save", url, gib, ref options @ ..] => {
             let (state, checkpointer) = (model(tensors(gib)?)?, checkpointer(options)?);
             warm_up(&checkpointer, url)?;
-            timed(async || Ok(drop(checkpointer.save(&state, url).await?)))?
+            timed(async || checkpointer.save(&state, url).await.map(drop).map_err(Into::into))?
         }
         ["load", url, gib, ref options @ ..] => {
             let (mut state, checkpointer) = (model(tensors(gib)?)?, checkpointer(options)?);
             warm_up(&checkpointer, url)?;
-            timed(async || Ok(drop(checkpointer.load(&mut state, url).await?)))?
+            timed(async || checkpointer.load(&mut state, url).await.map(drop).map_err(Into::into))?
         }
         ["raw-save", bucket, gib, ref options @ ..] => {
             let store = store(bucket, options)?;

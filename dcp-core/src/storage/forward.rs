@@ -16,7 +16,8 @@
 ///
 /// use async_trait::async_trait;
 /// use dcp_core::storage::{PutMode, ReadOutcome, ReadRequest};
-/// use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind, StorageOp};
+/// use dcp_core::error::StorageOp;
+/// use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 ///
 /// /// A storage without its `put`: what exists stays as it is.
 /// #[derive(Debug)]

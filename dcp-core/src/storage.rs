@@ -67,8 +67,9 @@ pub type PartFuture = Pin<Box<dyn Future<Output = Result<(), StorageError>> + Se
 /// use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind as Kind};
 /// use dcp_core::error::StorageOp as Op;
 /// use dcp_core::storage::{
-///     Capabilities, Claim, FolderEntry, FolderStream, Leftover, LeftoverAction, ObjectMeta, ObjectStream, PartFuture,
-///     PutMode, ReadInto, ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
+///     Capabilities, Claim, FolderEntry, FolderStream, Leftover, LeftoverAction, ObjectMeta,
+///     ObjectStream, PartFuture, PutMode, ReadInto, ReadOutcome, ReadRequest, Upload,
+///     UploadOptions, WholeObject,
 /// };
 /// use futures_util::stream;
 ///

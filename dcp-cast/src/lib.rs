@@ -104,7 +104,7 @@ impl Caster {
         let how = match (Kind::of(from), Kind::of(to)) {
             (Kind::Opaque, _) | (_, Kind::Opaque) => {
                 return Err(refuse(format!(
-                    "cannot be cast from {from} to {to}: one of them is no type of plain numbers; \
+                    "cannot be cast from {from} to {to}: one of them is not a type of plain numbers; \
                      leave the tensor as it is"
                 )));
             }

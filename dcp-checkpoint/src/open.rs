@@ -370,7 +370,7 @@ impl Opener {
         let message = if folder.is_empty() {
             format!("{uri:?} is an empty directory")
         } else {
-            format!("{uri:?} is no checkpoint: the directory {}", self.formats.describe(&folder))
+            format!("{uri:?} is not a checkpoint: the directory {}", self.formats.describe(&folder))
         };
         let failure = Error::new(ErrorKind::NotACheckpoint, message);
         let below = |name: &str| match uri.trim_end_matches('/') {

@@ -50,6 +50,6 @@ async fn read(
         return Err(bad("it is larger than a configuration is"));
     }
     let bytes = storage.read_range(&key, 0..len).await?;
-    let text = std::str::from_utf8(&bytes).map_err(|_| bad("it is no text in UTF-8"))?;
+    let text = std::str::from_utf8(&bytes).map_err(|_| bad("it is not UTF-8 text"))?;
     Ok(Some((Facts::from_run_config(text, &file)?, file)))
 }

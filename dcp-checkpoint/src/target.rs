@@ -169,7 +169,7 @@ impl<'a> Place<'a> {
                 .with_hint("name a regular file, or a new one"));
         }
         let no_name =
-            || Error::new(ErrorKind::InvalidPlace, format!("{uri:?} is no name for a file"));
+            || Error::new(ErrorKind::InvalidPlace, format!("{uri:?} is not a name for a file"));
         let (parent, name) = split(uri).ok_or_else(no_name)?;
         let key = Key::new(name).map_err(|_| no_name())?;
         let storage = self.storage(&parent).await?;

@@ -47,8 +47,8 @@ pub fn float_dtype(name: &str) -> Result<DType, Error> {
         full => full,
     };
     let invalid = |message: String| Error::new(ErrorKind::InvalidOption, message);
-    let dtype: DType = full.parse().map_err(|_| invalid(format!("{name:?} is no dtype")))?;
-    if is_float(dtype) { Ok(dtype) } else { Err(invalid(format!("{dtype} is no float"))) }
+    let dtype: DType = full.parse().map_err(|_| invalid(format!("{name:?} is not a dtype")))?;
+    if is_float(dtype) { Ok(dtype) } else { Err(invalid(format!("{dtype} is not a float"))) }
 }
 
 /// The first of some names, and how many more there are.

@@ -56,8 +56,8 @@ Errors:
   `error:`, the causes and a hint, on stderr. With --json the last line on stderr is one JSON
   object instead, after notes, which --quiet leaves out:
   {\"error\": {\"kind\", \"message\", \"causes\": [TEXT, …], \"hint\": TEXT or null, \"exit_code\"}};
-  kind is one of bad_checkpoint, usage, io, interrupted. What `verify` and `diff` find is no error
-  but their output.
+  kind is one of bad_checkpoint, usage, io, interrupted. What `verify` and `diff` find is not an
+  error but their output.
 
 Exit codes:
   0  fine

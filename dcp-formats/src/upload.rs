@@ -104,7 +104,7 @@ impl FileOptions {
 
 /// A complete file without its name: in memory if it is small, uploaded otherwise.
 #[derive(Debug)]
-#[must_use = "it is no file until it is published"]
+#[must_use = "it is not a file until it is published"]
 pub struct PendingFile<'a> {
     storage: &'a dyn Storage,
     key: Key,

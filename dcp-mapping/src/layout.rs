@@ -48,7 +48,9 @@ impl Size {
             match factor.parse() {
                 Ok(number) => Ok(Factor::Number(number)),
                 Err(_) if is_name && !factor.is_empty() => Ok(Factor::Fact(factor.to_owned())),
-                Err(_) => Err(format!("{text:?} is no size such as \"kv_channels\" or \"2*head\"")),
+                Err(_) => {
+                    Err(format!("{text:?} is not a size such as \"kv_channels\" or \"2*head\""))
+                }
             }
         };
         text.split('*').map(factor).collect::<Result<_, _>>().map(Self::Product)

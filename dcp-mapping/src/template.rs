@@ -130,7 +130,7 @@ impl Template {
             }
         }
         if template.lead.contains(&Hole::Mtp) {
-            return Err(bad("has [{mtp}], but layers for multi-token prediction are no axis"));
+            return Err(bad("has [{mtp}], but layers for multi-token prediction are not an axis"));
         }
         Ok(template)
     }

@@ -305,7 +305,7 @@ fn is_params(rest: &[PathItem]) -> bool {
 }
 
 fn strange(fqn: &str, layout: OptimizerLayout) -> PlanError {
-    let problem = format!("it is no key of an optimizer of the {layout} layout");
+    let problem = format!("it is not a key of an optimizer of the {layout} layout");
     PlanError::InvalidOptimizer { fqn: fqn.to_owned(), problem }
 }
 

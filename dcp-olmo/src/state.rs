@@ -39,10 +39,10 @@ impl OptimizerLayout {
 pub fn flatten_optim(optim: &StateDict) -> Result<StateDict, PlanError> {
     let mut flat = StateDict::new();
     if let Some(state) = optim.get(STATE) {
-        let state = state.as_dict().ok_or_else(|| bad(STATE, "it is no dict"))?;
+        let state = state.as_dict().ok_or_else(|| bad(STATE, "it is not a dict"))?;
         for (param, fields) in state.iter() {
             let param = text(param, STATE)?;
-            let fields = fields.as_dict().ok_or_else(|| bad(STATE, "it is no dict of dicts"))?;
+            let fields = fields.as_dict().ok_or_else(|| bad(STATE, "it is not a dict of dicts"))?;
             for (field, value) in fields.iter() {
                 let field = text(field, STATE)?;
                 flat.insert(format!("{STATE}.{param}.{field}"), value.clone());
@@ -61,7 +61,7 @@ pub fn flatten_optim(optim: &StateDict) -> Result<StateDict, PlanError> {
 }
 
 fn text<'v>(key: &'v Value, what: &str) -> Result<&'v str, PlanError> {
-    key.as_str().ok_or_else(|| bad(what, "it has keys that are no text; use names of parameters"))
+    key.as_str().ok_or_else(|| bad(what, "it has keys that are not text; use names of parameters"))
 }
 
 type Group<'s> = (Vec<Arc<str>>, Vec<(&'s str, &'s Value)>);
@@ -73,11 +73,11 @@ fn groups(
     let groups = match optim.get(GROUPS) {
         None => &[][..],
         Some(Value::List(groups)) => groups,
-        Some(_) => return Err(bad(GROUPS, "it is no list")),
+        Some(_) => return Err(bad(GROUPS, "it is not a list")),
     };
     Ok(groups.iter().enumerate().map(|(number, group)| {
         let what = format!("{GROUPS}.{number}");
-        let group = group.as_dict().ok_or_else(|| bad(&what, "it is no dict"))?;
+        let group = group.as_dict().ok_or_else(|| bad(&what, "it is not a dict"))?;
         let members = group.get(PARAMS).and_then(names);
         let members = members.ok_or_else(|| bad(&what, "it has no list of parameters by name"))?;
         let fields = group.iter().filter_map(|(key, value)| Some((key.as_str()?, value)));

@@ -153,7 +153,7 @@ impl Given {
     ) -> Result<Self, StateDictError> {
         match state.get(GROUPS) {
             Some(Value::List(groups)) => Self::nested(state.get(STATE), groups, all, fqns),
-            Some(_) => Err(invalid(GROUPS, "it is no list")),
+            Some(_) => Err(invalid(GROUPS, "it is not a list")),
             None => Self::flattened(state, all, fqns),
         }
     }
@@ -168,7 +168,7 @@ impl Given {
         let mut names = Numbers { all, fqns, are_used: false };
         for (number, group) in groups.iter().enumerate() {
             let key = format!("{GROUPS}.{number}");
-            let Value::Dict(group) = group else { return Err(invalid(&key, "it is no dict")) };
+            let Value::Dict(group) = group else { return Err(invalid(&key, "it is not a dict")) };
             let mut options = group.clone();
             let (Some(Value::List(params)) | Some(Value::Tuple(params))) = options.remove(PARAMS)
             else {
@@ -184,10 +184,10 @@ impl Given {
         }
         // Flattening leaves nothing of an empty dict.
         let Some(states) = states else { return Ok(given) };
-        let Value::Dict(states) = states else { return Err(invalid(STATE, "it is no dict")) };
+        let Value::Dict(states) = states else { return Err(invalid(STATE, "it is not a dict")) };
         for (key, state) in states.iter() {
             let Value::Dict(state) = state else {
-                return Err(invalid(STATE, "the state of a parameter is no dict"));
+                return Err(invalid(STATE, "the state of a parameter is not a dict"));
             };
             // Keys are text in a checkpoint.
             let number = key.as_str().filter(|_| names.are_used).and_then(|key| key.parse().ok());

@@ -110,7 +110,7 @@ fn crate_maps_are_complete() {
         }
         for listed in text.lines().filter_map(first_cell).filter(|cell| cell.starts_with("dcp-")) {
             if !crates.iter().any(|(dir, _)| dir == listed) {
-                wrong.push(format!("{document} lists {listed}, which is no crate"));
+                wrong.push(format!("{document} lists {listed}, which is not a crate"));
             }
         }
     }
@@ -188,5 +188,5 @@ fn rows_of_a_crate_map() {
     assert_eq!(first_cell("| `dcp-core/` | vocabulary |"), Some("dcp-core"));
     assert_eq!(first_cell("| [`dcp-core`](dcp-core) | vocabulary |"), Some("dcp-core"));
     assert_eq!(first_cell("| a crate | what |"), None);
-    assert_eq!(first_cell("`dcp-core` is no row"), None);
+    assert_eq!(first_cell("`dcp-core` is not a row"), None);
 }

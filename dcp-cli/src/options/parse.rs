@@ -14,7 +14,7 @@ pub(crate) fn parse_dtype(text: &str) -> Result<DType, String> {
 pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
     let end = text.find(|c: char| c != '.' && !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
-    let number: f64 = number.parse().map_err(|_| format!("{text:?} is no number of bytes"))?;
+    let number: f64 = number.parse().map_err(|_| format!("{text:?} is not a number of bytes"))?;
     let unit = unit.trim().to_ascii_lowercase();
     let power = |base: f64, letter: &str| {
         let place = ["", "k", "m", "g", "t", "p"].iter().position(|known| *known == letter)?;
@@ -27,7 +27,8 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
     } else {
         power(1024.0, &unit)
     };
-    let bytes = number * factor.ok_or_else(|| format!("{unit:?} is no unit; write KiB or MB"))?;
+    let bytes =
+        number * factor.ok_or_else(|| format!("{unit:?} is not a unit; write KiB or MB"))?;
     // Above 2^53 there is no difference that anybody meant.
     if bytes < 9e15 { Ok(bytes as u64) } else { Err(format!("{text:?} is too many bytes")) }
 }
@@ -46,7 +47,7 @@ pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
     };
     let number: Option<u64> = number.parse().ok();
     let seconds = number.and_then(|number| number.checked_mul(seconds));
-    seconds.map(Duration::from_secs).ok_or_else(|| format!("{text:?} is no duration"))
+    seconds.map(Duration::from_secs).ok_or_else(|| format!("{text:?} is not a duration"))
 }
 
 #[cfg(test)]

@@ -115,7 +115,7 @@ fn a_tracker_that_names_what_is_not_there_is_told_of() {
     for (says, problem) in [
         ("20", Some("names iter_0000020, which is not there")),
         ("release", Some("names release, which is not there")),
-        ("\x1b[31m", Some("says \"\\u{1b}[31m\", which is no iteration")),
+        ("\x1b[31m", Some("says \"\\u{1b}[31m\", which is not an iteration")),
         ("10", None),
     ] {
         fs::write(&tracker, says).unwrap();

@@ -248,8 +248,8 @@ fn floats_are_cast_and_what_is_lost_is_said() {
     let cast = report["cast"]["tensors"].as_object().unwrap();
     assert!(cast.values().all(|cast| cast["to"] == "float8_e4m3fn"), "{cast:?}");
     assert!(cast.len() == 4, "{cast:?}");
-    dcp(["convert", "all_dtypes", &narrow, "--dtype=int8"]).fails(2, &["int8 is no float"]);
-    dcp(["convert", "all_dtypes", &narrow, "--dtype=b16"]).fails(2, &["is no dtype"]);
+    dcp(["convert", "all_dtypes", &narrow, "--dtype=int8"]).fails(2, &["int8 is not a float"]);
+    dcp(["convert", "all_dtypes", &narrow, "--dtype=b16"]).fails(2, &["is not a dtype"]);
 }
 
 #[test]
@@ -273,5 +273,5 @@ fn a_name_that_a_format_reserves_is_refused_before_anything_is_written() {
     let file = path(&folder, "x.safetensors");
     let rename = "--rename=s/^model.norm.weight$/__metadata__/";
     let run = dcp(["convert", "fsdp2_adam_2r", &file, "--include=model", rename]);
-    run.fails(2, &["\"__metadata__\" is no name that a tensor can have in a safetensors file"]);
+    run.fails(2, &["\"__metadata__\" is not a name that a tensor can have in a safetensors file"]);
 }

@@ -77,7 +77,7 @@ fn a_run_is_its_latest_complete_step() {
     assert!(opened.stderr.contains(said), "{}", opened.stderr);
     assert_eq!(opened.json(), dcp(["inspect", &path(&run, "step10"), "--json"]).json());
     let failed = path(&run, "step11");
-    dcp(["verify", &failed]).fails(1, &["is no checkpoint"]);
+    dcp(["verify", &failed]).fails(1, &["is not a checkpoint"]);
     for step in ["step3", "step10"] {
         fs::remove_file(run.path().join(step).join("train/rank0.pt")).unwrap();
     }

@@ -79,7 +79,7 @@ fn names_and_slices_are_checked() {
     slice("99").fails(2, &["99 is outside 10 elements on axis 0 of a tensor of shape [10, 8]"]);
     slice("0:1,0:1,0:1").fails(2, &["it has 3 axes"]);
     slice("::0").fails(2, &["a step of zero"]);
-    slice("x").fails(2, &["\"x\" is no number"]);
+    slice("x").fails(2, &["\"x\" is not a number"]);
     dcp(["get", "fsdp2_adam_2r", "step", "--slice", "0"]).fails(2, &["is not a tensor"]);
     dcp(["inspect", "fsdp2_adam_2r", "--shards", "step"]).fails(2, &["is not a tensor"]);
 }

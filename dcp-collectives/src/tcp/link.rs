@@ -105,7 +105,7 @@ impl Link {
         let mut bytes = [0; HEADER_LEN];
         self.read_exact(turn, &mut bytes)?;
         match Header::from_bytes(bytes) {
-            None => Err(turn.wrong(self.peer, "it sent bytes that are no frame".to_owned())),
+            None => Err(turn.wrong(self.peer, "it sent bytes that are not a frame".to_owned())),
             Some(Header { call, .. }) if call != turn.call => {
                 let (one, other) = ((self.peer, call), (turn.group.rank, turn.call));
                 Err(turn.group.fail(Poison::Differ { one, other }))

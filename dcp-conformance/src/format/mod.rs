@@ -94,7 +94,7 @@ impl Needs {
             Self::Objects => (subject.features.objects, "it stores no objects"),
             Self::Checksums => (subject.features.checksums, "it has no checksums"),
             Self::Writer => (subject.has_writer(), "it has no writer"),
-            Self::Target => (subject.format().target().is_some(), "it is no target"),
+            Self::Target => (subject.format().target().is_some(), "it is not a target"),
         };
         (!is_there).then_some(missing)
     }

@@ -304,7 +304,7 @@ fn what_is_lost_is_counted() {
     let error = 1.0 / 4097.0;
     assert!((counts.max_relative_error - error).abs() < 1e-9, "{counts:?}");
     let counts = cast(DType::Float32, DType::Float8E4M3Fn, &source).1;
-    assert_eq!((counts.out_of_range, counts.became_nan), (3, 0), "infinity is no value there");
+    assert_eq!((counts.out_of_range, counts.became_nan), (3, 0), "infinity is not a value there");
     let counts = cast(DType::Float32, DType::Float8E4M3FnUz, &source).1;
     assert_eq!((counts.out_of_range, counts.became_nan), (3, 3));
     let counts = cast(DType::Float32, DType::Float8E8M0Fnu, &source).1;

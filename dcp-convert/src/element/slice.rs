@@ -150,7 +150,7 @@ fn number(text: &str) -> Result<i128, String> {
         None => (1, text),
     };
     if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
-        return Err(format!("{} is no number", Quoted(text)));
+        return Err(format!("{} is not a number", Quoted(text)));
     }
     // Beyond any axis, and small enough that sums do not overflow.
     const BEYOND: i128 = 1 << 100;
@@ -221,10 +221,10 @@ mod tests {
             ("::0", "step of zero"),
             ("1:2:3:4", "more than"),
             ("0:2,:,:", "it has 3 axes"),
-            ("...,...", "\"...\" is no number"),
-            ("a", "\"a\" is no number"),
-            ("1.0:", "\"1.0\" is no number"),
-            (",,", "\"\" is no number"),
+            ("...,...", "\"...\" is not a number"),
+            ("a", "\"a\" is not a number"),
+            ("1.0:", "\"1.0\" is not a number"),
+            (",,", "\"\" is not a number"),
             ("99999999999999999999", "is outside"),
             ("-9223372036854775808", "is outside"),
         ] {

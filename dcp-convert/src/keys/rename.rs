@@ -31,7 +31,7 @@ impl Rename {
     /// [`ConvertError::InvalidOption`] when the text is not a substitution.
     pub fn parse(text: &str) -> Result<Self, ConvertError> {
         let bad = |problem: &str| ConvertError::invalid_option(format!("{text:?}"), problem);
-        let form = "is no substitution; write s/PATTERN/REPLACEMENT/";
+        let form = "is not a substitution; write s/PATTERN/REPLACEMENT/";
         let mut chars = text.strip_prefix('s').ok_or_else(|| bad(form))?.chars();
         let delimiter = chars.next().filter(|c| !c.is_alphanumeric() && *c != '\\');
         let delimiter = delimiter.ok_or_else(|| bad(form))?;

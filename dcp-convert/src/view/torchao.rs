@@ -229,7 +229,7 @@ fn is_none(attributes: &Dict, name: &str) -> bool {
 fn tensor<'a>(attributes: &'a Dict, name: &str) -> Result<&'a Tensor, String> {
     match attributes.get(name) {
         Some(Value::Tensor(tensor)) => Ok(tensor),
-        Some(_) => Err(format!("its {name} is no plain tensor")),
+        Some(_) => Err(format!("its {name} is not a plain tensor")),
         None => Err(format!("it has no {name}")),
     }
 }

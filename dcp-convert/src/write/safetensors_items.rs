@@ -83,7 +83,7 @@ impl Outgoing {
             self.report.raw.push(Arc::clone(fqn));
         }
         if &**fqn == "__metadata__" {
-            let problem = "is no name that a tensor can have in a safetensors file; leave it out \
+            let problem = "is not a name that a tensor can have in a safetensors file; leave it out \
                            or rename it";
             return Err(ConvertError::not_storable(fqn.to_string(), problem));
         }

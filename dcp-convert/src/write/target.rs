@@ -124,7 +124,7 @@ impl Target {
 }
 
 /// A complete file that has no name yet.
-#[must_use = "it is no file until it is published"]
+#[must_use = "it is not a file until it is published"]
 pub(crate) struct Unpublished<'a>(PendingFile<'a>);
 
 impl Unpublished<'_> {
@@ -162,7 +162,7 @@ impl<'a> HfTarget<'a> {
 }
 
 /// Complete files of a model that has no index yet.
-#[must_use = "it is no model until it is published"]
+#[must_use = "it is not a model until it is published"]
 pub(crate) struct UnpublishedFolder<'a>(PendingFolder<'a>);
 
 impl UnpublishedFolder<'_> {

@@ -205,7 +205,7 @@ impl FormatRegistry {
             |format: &&Arc<dyn CheckpointFormat>| format.recognize_file(file.file_name(), &head);
         self.formats.iter().find(recognizes).ok_or_else(|| {
             let known: Vec<_> = self.formats.iter().map(|format| format.info().title).collect();
-            let message = format!("{file} is no file of {}", known.join(", "));
+            let message = format!("{file} is not a file of {}", known.join(", "));
             CheckpointError::NotACheckpoint { message }
         })
     }

@@ -4,6 +4,7 @@
 //! save therefore never applies to this checkpoint.
 
 use bytes::Bytes;
+use dcp_core::digest::hex;
 use dcp_core::{FormatError, Key};
 use serde::{Deserialize, Serialize};
 
@@ -82,8 +83,7 @@ impl SidecarFile {
     }
 
     pub(super) fn with_sha256(mut self, sha256: Option<&[u8; 32]>) -> Self {
-        let digits = |sha256: &[u8; 32]| sha256.iter().map(|byte| format!("{byte:02x}")).collect();
-        self.sha256 = sha256.map(digits);
+        self.sha256 = sha256.map(|digest| hex(digest));
         self
     }
 

@@ -128,7 +128,7 @@ pub async fn prepare_folder<'a>(
 }
 
 /// Complete files of a model that has no index yet.
-#[must_use = "it is no model until it is published"]
+#[must_use = "it is not a model until it is published"]
 pub struct PendingFolder<'a> {
     storage: &'a Arc<dyn Storage>,
     overwrite: bool,

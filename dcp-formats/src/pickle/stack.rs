@@ -257,7 +257,7 @@ impl<'a> Machine<'a> {
                     rare.items = span;
                 }
             }
-            _ => return Err(self.cursor.bad("items are added to what is no list")),
+            _ => return Err(self.cursor.bad("items are added to what is not a list")),
         }
         Ok(())
     }
@@ -278,7 +278,7 @@ impl<'a> Machine<'a> {
                     rare.entries = span;
                 }
             }
-            _ => return Err(self.cursor.bad("entries are set in what is no dict")),
+            _ => return Err(self.cursor.bad("entries are set in what is not a dict")),
         }
         Ok(())
     }

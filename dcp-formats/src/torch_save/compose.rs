@@ -185,7 +185,9 @@ impl Composer<'_> {
             {
                 Ok(other)
             }
-            _ => Err(format!("item {other} is no tensor of the same type and size to share with")),
+            _ => {
+                Err(format!("item {other} is not a tensor of the same type and size to share with"))
+            }
         }
     }
 }

@@ -74,7 +74,7 @@ pub(super) fn flatten(pickle: &Pickle<'_>) -> Result<Leaves, FormatError> {
     let mut notes = clashes(&mut leaves)?;
     notes.extend(surrogates.map(|key| {
         format!(
-            "the key {key:?} has half of a surrogate pair, which is no text elsewhere than in \
+            "the key {key:?} has half of a surrogate pair, which is not text elsewhere than in \
              Python: it is shown with an escape, and has this name wherever it is written but to \
              torch.save"
         )

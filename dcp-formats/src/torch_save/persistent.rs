@@ -29,8 +29,9 @@ impl PersistentSink for PersistentStorages<'_> {
             writer.global(module, class);
             return Ok(());
         }
-        let (storage, element) = stored(pickle, id)
-            .ok_or_else(|| bad("it refers to something outside of the file that is no storage"))?;
+        let (storage, element) = stored(pickle, id).ok_or_else(|| {
+            bad("it refers to something outside of the file that is not a storage")
+        })?;
         let [_, class, _, _, _, view @ ..] = pickle.tuple(pid) else { return Ok(()) };
         if view.iter().any(|view| !matches!(pickle.node(*view), Node::None)) {
             return Err(bad("it has a storage that is a part of another one"));

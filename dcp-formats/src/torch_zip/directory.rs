@@ -117,7 +117,7 @@ impl ArchiveIndex {
         let root = match entries.first().and_then(|(name, _)| name.split_once('/')) {
             Some((root, _)) => root.into(),
             None => {
-                let problem = "its records have no common root, so it is no torch.save archive";
+                let problem = "its records have no common root, so it is not a torch.save archive";
                 return Err(bad(directory.range.start, problem));
             }
         };
@@ -415,7 +415,7 @@ pub(super) fn find_end(blob: &Sparse<'_>) -> Result<u64, Halt> {
     let found = (0..=tail.len() - END_LEN as usize).rev().find(|at| u32_at(tail, *at) == Some(END));
     match found {
         Some(at) => Ok(from + at as u64),
-        None => Err(bad(from, "it has no end record: it is no zip archive, or cut short")),
+        None => Err(bad(from, "it has no end record: it is not a zip archive, or cut short")),
     }
 }
 

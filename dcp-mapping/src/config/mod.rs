@@ -95,7 +95,7 @@ impl Mapping {
         ignore: bool,
     ) -> Result<(Facts, Vec<String>), MappingError> {
         let Some(fields) = config.as_object() else {
-            return Err(bad("config.json", &Value::Null, "it is no object"));
+            return Err(bad("config.json", &Value::Null, "it is not an object"));
         };
         let mut problems = self.beyond_megatron(fields);
         let fields = &self.with_absent(fields);
@@ -321,7 +321,7 @@ impl Mapping {
         let shared = facts.get_u64("moe_shared_expert_intermediate_size")?;
         if let (Some(size), Some(shared)) = (size, shared) {
             if shared.checked_rem(size) != Some(0) {
-                let problem = format!("it is no multiple of the experts' size, {size}");
+                let problem = format!("it is not a multiple of the experts' size, {size}");
                 return Err(bad("moe_shared_expert_intermediate_size", &shared.into(), &problem));
             }
             config.insert("n_shared_experts".to_owned(), (shared / size).into());

@@ -322,7 +322,7 @@ impl Reader<'_> {
         match name.get_ref().parse() {
             Ok(dtype) => Ok(Some(dtype)),
             Err(_) => {
-                let problem = format!("{:?} is no dtype such as \"bfloat16\"", name.get_ref());
+                let problem = format!("{:?} is not a dtype such as \"bfloat16\"", name.get_ref());
                 Err(self.error(&name.span(), problem))
             }
         }

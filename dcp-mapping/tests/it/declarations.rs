@@ -50,7 +50,7 @@ fn every_mistake_has_its_line() {
         (
             "[[rule]]\nhf = [\"a\", \"c\"]\nmegatron = \"b\"\nop = \"concat\"\nsizes = [\"x+1\", \"y\"]",
             8,
-            "\"x+1\" is no size",
+            "\"x+1\" is not a size",
         ),
         (
             "[[rule]]\nhf = [\"a\", \"c\"]\nmegatron = \"b\"\nop = \"concat\"\nsizes = [\"rest\", \"rest\"]",

@@ -47,7 +47,7 @@ impl Manifest {
         let files = files.ok_or_else(|| bad("it has no \"files\"".to_owned()))?;
         let hash = |(name, hash): (&String, &Json)| {
             let hash = hash.as_str().map(str::to_ascii_lowercase);
-            let hash = hash.ok_or_else(|| bad(format!("the hash of {name:?} is no text")))?;
+            let hash = hash.ok_or_else(|| bad(format!("the hash of {name:?} is not text")))?;
             Ok((name.clone(), hash))
         };
         let files = files.iter().map(hash).collect::<Result<_, FormatError>>()?;
@@ -136,7 +136,7 @@ async fn check(
     expected: Option<&str>,
 ) -> Result<Option<Problem>, CheckpointError> {
     let Ok(key) = Key::new(&name) else {
-        let message = format!("{name:?} is no name of a file in the checkpoint");
+        let message = format!("{name:?} is not a name of a file in the checkpoint");
         return Ok(Some(problem(ProblemKind::Index, INTEGRITY_FILE, message)));
     };
     let found = async {

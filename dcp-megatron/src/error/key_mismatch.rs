@@ -51,7 +51,7 @@ impl std::error::Error for KeyMismatch {}
 
 /// A name that is no [`StrictHandling`](crate::StrictHandling).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{name} is no strict handling; there are {known}", name = Quoted(.name))]
+#[error("{name} is not a strict handling; there are {known}", name = Quoted(.name))]
 pub struct UnknownStrictHandling {
     pub(crate) name: String,
     /// All names, for the message.

@@ -34,7 +34,7 @@ impl Common {
 
     fn new(value: Value) -> Result<Self, MegatronError> {
         let Value::Dict(dict) = value.view() else {
-            let problem = format!("is no dict but {}", value.kind());
+            let problem = format!("is not a dict but {}", value.kind());
             return Err(MegatronError::CommonState { problem });
         };
         let dict = dict.clone();
@@ -81,7 +81,7 @@ pub(crate) async fn from_inside(raw: &Source) -> Result<Common, MegatronError> {
             item
         }
         other => {
-            let problem = format!("in {COMMON_OBJECT:?} is no list of one but {}", other.kind());
+            let problem = format!("in {COMMON_OBJECT:?} is not a list of one but {}", other.kind());
             return Err(MegatronError::CommonState { problem });
         }
     };

@@ -154,7 +154,7 @@ impl CheckpointFormat for MegatronCoreFormat {
             let text = Quoted(text.trim()).to_string();
             return Ok(Some(RunTracker::new(
                 TRACKER,
-                Err(format!("{text}, which is no iteration")),
+                Err(format!("{text}, which is not an iteration")),
             )));
         };
         // The tracker is written when a save is complete, so what is beyond it is not.

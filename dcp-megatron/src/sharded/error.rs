@@ -41,7 +41,7 @@ pub enum ShardError {
     },
     /// A shard of a regular grid does not lie on it.
     #[error(
-        "{key} has a regular grid, but on axis {axis} offset {offset} is no multiple of local size {local}; leave out the axis fragmentations if the shards are uneven", key = Quoted(.key))]
+        "{key} has a regular grid, but on axis {axis} offset {offset} is not a multiple of local size {local}; leave out the axis fragmentations if the shards are uneven", key = Quoted(.key))]
     OffGrid {
         /// The tensor.
         key: String,

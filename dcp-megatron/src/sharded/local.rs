@@ -61,7 +61,7 @@ impl LocalTensor {
         if !seen.into_iter().eq(0..self.shape.ndim()) {
             return Err(PlanError::InvalidTensor {
                 fqn: None,
-                problem: format!("axes {axes:?} are no order of those of {}", self.shape),
+                problem: format!("axes {axes:?} are not an order of those of {}", self.shape),
             });
         }
         let shape = axes.iter().filter_map(|axis| self.shape.get(*axis).copied()).collect();

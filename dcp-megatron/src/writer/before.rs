@@ -103,7 +103,7 @@ impl Before {
             tracing::warn!(
                 %error,
                 "what a failed commit replaced cannot be put back; without metadata.json this \
-                 folder is no checkpoint to Megatron-Core"
+                 folder is not a checkpoint to Megatron-Core"
             );
             return false;
         }

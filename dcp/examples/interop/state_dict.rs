@@ -200,7 +200,7 @@ impl Adam {
         for (id, of_param) in dict(raw, "state")?.iter() {
             let id =
                 id.as_str().and_then(|id| id.parse().ok()).ok_or("a state without a number")?;
-            let of_param = of_param.as_dict().ok_or("a state that is no dict")?;
+            let of_param = of_param.as_dict().ok_or("a state that is not a dict")?;
             state.insert(ParamId(id), of_param.clone());
         }
         Ok(Self { groups, state, initial: BTreeMap::new() })

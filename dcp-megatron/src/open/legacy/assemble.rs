@@ -272,7 +272,9 @@ impl<'l> Model<'l> {
                         );
                         Err(self.error(by_rank, rank, problem))
                     }
-                    None => Err(self.error(by_rank, rank, format!("{fqn:?} is no tensor in it"))),
+                    None => {
+                        Err(self.error(by_rank, rank, format!("{fqn:?} is not a tensor in it")))
+                    }
                 }
             })
             .collect::<Result<_, _>>()?;

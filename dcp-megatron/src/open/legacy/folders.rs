@@ -180,7 +180,7 @@ impl Sizes {
                 folder: format!("{PREFIX}*"),
                 problem: format!(
                     "the arguments say that {etp} ranks share each expert, in {ep} groups: these \
-                     are no sizes of a run"
+                     are not sizes of a run"
                 ),
             });
         }

@@ -177,7 +177,7 @@ impl File {
         let values = self.reader.values(wanted).await?;
         values.ok_or_else(|| MegatronError::Legacy {
             folder: self.folder.clone(),
-            problem: format!("{MODEL_FILE} holds no dict; it is no checkpoint of Megatron-LM"),
+            problem: format!("{MODEL_FILE} holds no dict; it is not a checkpoint of Megatron-LM"),
         })
     }
 

@@ -294,7 +294,7 @@ impl Part {
             }
             match into.get_or_insert_with(name.clone(), ShardedStateDict::new) {
                 ShardedValue::Dict(inner) => set(inner, rest, value),
-                _ => Err(format!("{name:?} is no dict").into()),
+                _ => Err(format!("{name:?} is not a dict").into()),
             }
         }
         set(&mut self.state, path, value)

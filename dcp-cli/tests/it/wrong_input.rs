@@ -40,7 +40,7 @@ fn a_folder_of_checkpoints_names_one() {
     for command in ["inspect", "verify"] {
         dcp([command, &uri]).fails(
             1,
-            &["no checkpoint", &format!("complete checkpoint below it is {uri}/step_10;")],
+            &["not a checkpoint", &format!("complete checkpoint below it is {uri}/step_10;")],
         );
     }
     fs::remove_dir_all(runs.join("step_9")).unwrap();

@@ -181,11 +181,11 @@ mod tests {
     #[test]
     fn what_is_no_substitution_is_refused() {
         for (text, problem) in [
-            ("", "no substitution"),
-            ("model.", "no substitution"),
-            ("s/a/b", "no substitution"),
-            ("s/a", "no substitution"),
-            ("sxaxbx", "no substitution"),
+            ("", "not a substitution"),
+            ("model.", "not a substitution"),
+            ("s/a/b", "not a substitution"),
+            ("s/a", "not a substitution"),
+            ("sxaxbx", "not a substitution"),
             ("s/a/b/i", "flags"),
             ("s/(/b/", "unclosed group"),
             (r"s/a/b\", "backslash"),

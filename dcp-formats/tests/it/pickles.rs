@@ -220,7 +220,7 @@ fn misuse_of_the_stack_is_an_error() {
         (b"N(0.", ""),
         (b"a.", "stack is empty"),
         (b"Na.", "stack is empty"),
-        (b"NNa.", "no list"),
+        (b"NNa.", "not a list"),
         (b"e.", "no mark"),
         (b"](e.", ""),
         (b"}(Nu.", "without a value"),

@@ -165,7 +165,7 @@ fn what_configurations_say_in_many_words() {
     let facts = facts.with("moe_layer_freq", json!([0, 1])).with("moe_ffn_hidden_size", 3);
     let facts = facts.with("moe_shared_expert_intermediate_size", 7);
     let error = deepseek.config_json(&facts).unwrap_err().to_string();
-    assert!(error.contains("no multiple of the experts' size, 3"), "{error}");
+    assert!(error.contains("not a multiple of the experts' size, 3"), "{error}");
     assert!(llama.facts_of_config(&json!([])).is_err());
     assert!(recognize_config(&json!({ "model_type": "bert" })).is_err());
 }

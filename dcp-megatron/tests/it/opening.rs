@@ -73,7 +73,7 @@ fn a_common_state_that_cannot_be_read_costs_only_itself_of_a_tolerant_reader() {
         (Some(half), "common.pt"),
         (Some(b"PK\x03\x04".to_vec()), "common.pt"),
         (Some(Vec::new()), "common.pt"),
-        (Some(list), "no dict but list"),
+        (Some(list), "not a dict but list"),
         (None, "is gone"),
     ] {
         let storage = stored("tp2_basic");

@@ -64,7 +64,7 @@ fn what_was_changed_since_it_was_hashed_is_found_in_a_deep_check() {
     for (json, said) in [
         ("{", "integrity manifest"),
         (r#"{"algorithm": "md5", "files": {}}"#, "\"md5\""),
-        (r#"{"algorithm": "sha256", "files": {"../a": "0"}}"#, "no name of a file"),
+        (r#"{"algorithm": "sha256", "files": {"../a": "0"}}"#, "not a name of a file"),
     ] {
         put(&*storage, "integrity.json", json.into());
         let found = messages(&report(&storage, true)).join("\n");

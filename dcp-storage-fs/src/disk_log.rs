@@ -8,12 +8,11 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use dcp_core::Payload;
-use rustix::fs::{AtFlags, Stat, fstat, statat};
+use rustix::fs::{CWD, Mode, OFlags, Stat, fstat, openat};
 
 /// A file or a folder of a [`DiskLog`]. Each has its own number, whatever its inode.
 pub type DiskId = usize;
@@ -59,6 +58,9 @@ struct State {
     start: Vec<DiskNode>,
     nodes: DiskId,
     by_inode: HashMap<(u64, u64), DiskId>,
+    /// The file system gives the inode of a removed file to a new one, which may be outside the
+    /// folder, unless somebody has the removed file open.
+    open: Vec<OwnedFd>,
     events: Vec<DiskEvent>,
 }
 
@@ -99,10 +101,9 @@ impl DiskLog {
 
 impl State {
     fn look(&mut self, path: &Path) -> io::Result<DiskId> {
-        let meta = fs::metadata(path)?;
-        let node = self.add((meta.dev(), meta.ino()));
+        let node = self.add(CWD, path)?;
         self.start.push(DiskNode::Folder(BTreeMap::new()));
-        let content = if meta.is_dir() {
+        let content = if path.is_dir() {
             let mut names = BTreeMap::new();
             for entry in fs::read_dir(path)? {
                 let entry = entry?;
@@ -119,14 +120,21 @@ impl State {
         Ok(node)
     }
 
-    /// A file system gives the inode of a removed file to the next one.
-    fn add(&mut self, inode: (u64, u64)) -> DiskId {
+    fn add(&mut self, folder: impl AsFd, path: impl rustix::path::Arg) -> io::Result<DiskId> {
+        let fd = openat(folder, path, WITHOUT_ACCESS, Mode::empty())?;
         let node = self.nodes;
         self.nodes += 1;
-        self.by_inode.insert(inode, node);
-        node
+        self.by_inode.insert(inode(&fstat(&fd)?), node);
+        self.open.push(fd);
+        Ok(node)
     }
 }
+
+/// Where the system can: a file of any permission, whose locks stay when the log ends.
+#[cfg(target_os = "linux")]
+const WITHOUT_ACCESS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+#[cfg(not(target_os = "linux"))]
+const WITHOUT_ACCESS: OFlags = OFlags::RDONLY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
 #[allow(clippy::unnecessary_cast, reason = "the types differ by system")]
 fn inode(stat: &Stat) -> (u64, u64) {
@@ -145,14 +153,9 @@ fn on(fd: impl AsFd, mut note: impl FnMut(&mut State, DiskId)) {
     }
 }
 
-fn new_node(state: &mut State, folder: impl AsFd, name: &str) -> Option<DiskId> {
-    let stat = statat(folder, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
-    Some(state.add(inode(&stat)))
-}
-
 pub(crate) fn made_folder(folder: impl AsFd, name: &str) {
     on(&folder, |state, within| {
-        if let Some(node) = new_node(state, &folder, name) {
+        if let Ok(node) = state.add(&folder, name) {
             state.events.push(DiskEvent::MakeFolder { within, name: name.into(), node });
         }
     });
@@ -160,7 +163,7 @@ pub(crate) fn made_folder(folder: impl AsFd, name: &str) {
 
 pub(crate) fn created(folder: &OwnedFd, name: &str) {
     on(folder, |state, within| {
-        if let Some(node) = new_node(state, folder, name) {
+        if let Ok(node) = state.add(folder, name) {
             state.events.push(DiskEvent::Create { within, name: name.into(), node });
         }
     });

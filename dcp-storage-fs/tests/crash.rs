@@ -43,6 +43,7 @@ fn main() -> ExitCode {
             what_a_write_made_durable_survives_any_crash,
         ),
         trial("without_sync_a_crash_loses_what_was_written", lose),
+        trial("a_disk_log_records_its_own_folder_alone", record_one_folder),
         trial("a_write_beyond_the_limit_of_the_process_is_full", limit_writer),
         trial("leftovers_of_the_dead_are_removed_and_those_of_the_living_kept", clean_up),
     ])
@@ -125,6 +126,21 @@ fn lose() {
         assert!(lost.iter().any(|one| one.contains(loss)), "{loss} loses nothing");
     }
     assert!(!lost.iter().any(|one| one.ends_with("Nothing")), "{lost:#?}");
+}
+
+/// The file system may give an inode of the recorded folder to a file of another one.
+fn record_one_folder() {
+    let [folder, other] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let log = DiskLog::start(folder.path()).unwrap();
+    let storage = FsStorage::open(folder.path()).unwrap();
+    write_all(&storage, &log);
+    let objects = ["a", "deep/er/b", "claimed"].map(|name| Key::new(name).unwrap());
+    runtime().block_on(storage.delete(&objects)).unwrap();
+    let events = log.events().len();
+
+    let storage = FsStorage::open(other.path()).unwrap();
+    write_all(&storage, &DiskLog::start(other.path()).unwrap());
+    assert_eq!(log.events().len(), events);
 }
 
 fn runtime() -> Runtime {

@@ -2,6 +2,7 @@
 
 mod call;
 mod deadline;
+mod launch;
 mod local;
 mod poison;
 mod solo;
@@ -9,6 +10,7 @@ mod tcp;
 mod tree;
 
 pub use deadline::DEFAULT_DEADLINE;
+pub use launch::{EnvError, Launch, Launcher};
 pub use local::{LocalCollective, LocalGroup};
 pub use solo::Solo;
-pub use tcp::{DEFAULT_CONNECT_TIMEOUT, DEFAULT_MAX_MESSAGE, EnvError, TcpCollective, TcpConfig};
+pub use tcp::{DEFAULT_CONNECT_TIMEOUT, DEFAULT_MAX_MESSAGE, TcpCollective, TcpConfig};

@@ -20,7 +20,7 @@ use bytes::Bytes;
 use dcp_core::digest::fnv1a_64;
 use dcp_core::{Collective, CollectiveError, Rank};
 
-pub use self::config::{DEFAULT_CONNECT_TIMEOUT, DEFAULT_MAX_MESSAGE, EnvError, TcpConfig};
+pub use self::config::{DEFAULT_CONNECT_TIMEOUT, DEFAULT_MAX_MESSAGE, TcpConfig};
 use self::exchange::Links;
 use self::form::{Limits, Plan, form};
 use self::group::Group;

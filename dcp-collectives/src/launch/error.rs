@@ -1,0 +1,54 @@
+//! Errors of the environment of a launcher.
+
+use dcp_core::CollectiveError;
+use dcp_core::text::Quoted;
+
+use super::Launcher;
+
+/// A variable of the environment is missing or wrong.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum EnvError {
+    /// The variable is not set.
+    #[error("{variable} is not set; torchrun, mpirun or srun sets it")]
+    Missing {
+        /// Its name.
+        variable: &'static str,
+    },
+    /// The variable has no usable value.
+    #[error("{variable} is {value}, it should be {expected}", value = Quoted(.value))]
+    Invalid {
+        /// Its name.
+        variable: &'static str,
+        /// Its value.
+        value: String,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// Two variables give different numbers.
+    #[error("{variable} is {value}, but {other} is {other_value}; unset one of them")]
+    Contradiction {
+        /// One variable.
+        variable: &'static str,
+        /// Its value.
+        value: u32,
+        /// The other variable.
+        other: &'static str,
+        /// Its value.
+        other_value: u32,
+    },
+    /// The launcher sets nothing that says where rank 0 listens.
+    #[error("{launcher} does not say where rank 0 listens; set {variable}, the same on all ranks")]
+    NoMeetingPoint {
+        /// The launcher.
+        launcher: Launcher,
+        /// The variable to set.
+        variable: &'static str,
+    },
+}
+
+impl From<EnvError> for CollectiveError {
+    fn from(error: EnvError) -> Self {
+        Self::Rendezvous { message: error.to_string() }
+    }
+}

@@ -4,6 +4,7 @@ mod call;
 mod deadline;
 mod launch;
 mod local;
+pub mod mesh;
 mod poison;
 mod solo;
 mod tcp;

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use socket2::{SockRef, TcpKeepalive};
 
-use super::wire::{self, Hello, MAX_ITEM, Patience, Reply};
+use super::wire::{self, Hello, Reply};
+use crate::mesh::Patience;
+use crate::mesh::frame::MAX_ITEM;
 
 /// The longest that one attempt waits for the other host.
 const ATTEMPT: Duration = Duration::from_secs(5);
@@ -44,7 +46,7 @@ pub(super) fn dial(
     match wire::receive(&stream, MAX_ITEM, patience)? {
         Reply::Welcome => Ok(stream),
         Reply::Refused { reason, retry } => Err(DialError::Refused { reason, retry }),
-        Reply::Table(_) => Err(wire::invalid("an address table out of turn").into()),
+        Reply::Table(_) | Reply::Probe => Err(wire::invalid("an answer out of turn").into()),
     }
 }
 

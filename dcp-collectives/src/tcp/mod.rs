@@ -2,249 +2,94 @@
 
 mod config;
 mod dial;
-mod edge;
-mod exchange;
-mod form;
-mod group;
-mod link;
 mod node;
 mod rendezvous;
 mod wire;
 
-use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
+use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::digest::fnv1a_64;
 use dcp_core::{Collective, CollectiveError, Rank};
 
 pub use self::config::{DEFAULT_CONNECT_TIMEOUT, DEFAULT_MAX_MESSAGE, TcpConfig};
-use self::exchange::Links;
-use self::form::{Limits, Plan, form};
-use self::group::Group;
-use self::link::Turn;
-use self::node::{Node, WORLD};
-use crate::call::{Call, Op, Passed, position_in};
-use crate::deadline::Deadline;
-use crate::poison::Poison;
-use crate::tree::Tree;
+use crate::mesh::{CallLimits, Mesh, Transport};
 
-/// The longest reason of an abort, in bytes; a longer one is cut.
-const MAX_REASON: usize = 8 << 10;
-
-/// One rank of a group whose ranks are processes, here or on other hosts.
-///
-/// Messages travel along binomial trees, in pieces, so that neither the time nor the memory of any
-/// rank but the root grows with the number of ranks. A rank that only sends (in a gather, or as
-/// the root of a broadcast) may return before the others have everything; a barrier waits for all.
+/// One rank of a group whose ranks are processes, here or on other hosts: a [`Mesh`] over TCP.
 ///
 /// Drop the handle when done. A process that ends without that counts as dead, and the others'
 /// calls then fail.
 ///
 /// The network is trusted: nothing is encrypted, and any process with the job's name may join.
 pub struct TcpCollective {
-    node: Option<Arc<Node>>,
-    group: Arc<Group>,
-    members: Box<[Rank]>,
-    limits: Limits,
-    /// Held during a call: one rank makes its calls one after the other.
-    links: Mutex<Links>,
-    /// How often a subgroup of these ranks was made.
-    made: Mutex<HashMap<Box<[Rank]>, u64>>,
+    mesh: Mesh,
 }
 
 impl TcpCollective {
     pub(crate) fn connect(mut config: TcpConfig) -> Result<Self, CollectiveError> {
         let (rank, world_size) = (config.rank, config.world_size);
-        if rank >= world_size {
-            let message = format!("there is no rank {rank} of {world_size}");
-            return Err(CollectiveError::Rendezvous { message });
-        }
-        let limits = Limits {
+        let limits = CallLimits {
             deadline: config.deadline,
             connect_timeout: config.connect_timeout,
             max_message: config.max_message,
         };
-        let node = match world_size {
-            1 => None,
-            _ => Some(Arc::new(rendezvous::meet(&mut config)?)),
+        let transport = if world_size == 1 || rank >= world_size {
+            None
+        } else {
+            Some(Arc::new(rendezvous::meet(&mut config)?) as Arc<dyn Transport>)
         };
-        let plan = Plan { id: WORLD, rank, limits, broken: &|| None };
-        Self::form(node, &plan, (0..world_size).collect())
+        Ok(Self { mesh: Mesh::connect(transport, rank, world_size, limits)? })
     }
 
-    /// A group of some ranks of this one, numbered as they stand in `ranks`.
-    ///
-    /// Every rank in `ranks`, and no other, calls this with the same `ranks`; it waits for all of
-    /// them. Calls of the two groups are independent; so are failures, but that the end of a
-    /// process is one in each of its groups.
+    /// A group of some ranks of this one; see [`Mesh::subgroup`].
     ///
     /// # Errors
     ///
-    /// [`CollectiveError::Rendezvous`] when `ranks` is empty, names a rank twice or one that does
-    /// not exist, or leaves out this rank; any other error when a rank is lost or late.
+    /// As [`Mesh::subgroup`].
     pub fn subgroup(&self, ranks: &[Rank]) -> Result<Self, CollectiveError> {
-        let rank = position_in(ranks, self.group.rank, self.group.world_size)?;
-        let made = {
-            let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
-            let made = made.entry(ranks.into()).or_default();
-            *made += 1;
-            *made
-        };
-        let id = subgroup_id(self.group.id, ranks, made);
-        let member = |rank: &Rank| self.members.get(*rank as usize).copied();
-        let members = ranks.iter().filter_map(member).collect();
-        let broken = || self.group.poison();
-        if let Some(poison) = broken() {
-            return Err(poison.seen_by(self.group.rank));
-        }
-        let plan = Plan { id, rank, limits: self.limits, broken: &broken };
-        Self::form(self.node.clone(), &plan, members).map_err(|error| {
-            match self.group.poison_within_grace() {
-                Some(poison) => poison.seen_by(self.group.rank),
-                None => renumbered(error, ranks),
-            }
-        })
+        Ok(Self { mesh: self.mesh.subgroup(ranks)? })
     }
-
-    /// Forms a group, in which every rank is then known to be there.
-    fn form(
-        node: Option<Arc<Node>>,
-        plan: &Plan<'_>,
-        members: Box<[Rank]>,
-    ) -> Result<Self, CollectiveError> {
-        let group = form(node.as_deref(), &members, plan)?;
-        let limits = plan.limits;
-        let links = Mutex::new(Links::new(node.clone(), members.clone()));
-        let formed = Self { node, group, members, limits, links, made: Mutex::default() };
-        formed.barrier()?;
-        Ok(formed)
-    }
-
-    /// Makes one call: checks it, counts it, and lets `exchange` move the messages.
-    fn call<T>(
-        &self,
-        call: Call,
-        passed: Passed<'_>,
-        exchange: impl FnOnce(&mut Links, &Turn<'_>, Tree) -> Result<T, Poison>,
-    ) -> Result<T, CollectiveError> {
-        let group = &*self.group;
-        let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
-        let deadline = Deadline::after(self.limits.deadline);
-        let done = Poison::check(call, group.rank, group.world_size, passed)
-            .map_err(|poison| group.fail(poison))
-            .and_then(|()| group.enter(call))
-            .and_then(|seq| {
-                let max_message = self.limits.max_message;
-                let turn = Turn { group, call, seq, deadline, max_message };
-                exchange(&mut links, &turn, Tree::new(group.world_size, call.root, group.rank))
-            });
-        group.exit();
-        done.map_err(|poison| poison.seen_by(group.rank))
-    }
-}
-
-/// The number of a subgroup, the same on all its ranks: FNV-1a of what they agree on.
-fn subgroup_id(parent: u64, ranks: &[Rank], made: u64) -> u64 {
-    let numbers = [parent, made].into_iter().chain(ranks.iter().copied().map(u64::from));
-    fnv1a_64(numbers.flat_map(u64::to_le_bytes)).max(WORLD + 1)
-}
-
-/// An error in forming a subgroup, with the rank as the group counts from which it is made.
-fn renumbered(mut error: CollectiveError, ranks: &[Rank]) -> CollectiveError {
-    if let CollectiveError::PeerLost { rank, .. }
-    | CollectiveError::Timeout { rank, .. }
-    | CollectiveError::Aborted { rank, .. }
-    | CollectiveError::Mismatch { rank, .. } = &mut error
-    {
-        *rank = ranks.get(*rank as usize).copied().unwrap_or(*rank);
-    }
-    error
-}
-
-/// Puts messages that are in order of place into rank order.
-fn by_rank(mut messages: Vec<Bytes>, root: Rank) -> Vec<Bytes> {
-    let ranks = messages.len();
-    messages.rotate_right((root as usize).min(ranks));
-    messages
 }
 
 impl Collective for TcpCollective {
     fn rank(&self) -> Rank {
-        self.group.rank
+        self.mesh.rank()
     }
 
     fn world_size(&self) -> u32 {
-        self.group.world_size
+        self.mesh.world_size()
     }
 
     fn gather(&self, root: Rank, mine: Bytes) -> Result<Option<Vec<Bytes>>, CollectiveError> {
-        let call = Call::new(Op::Gather, root);
-        let messages =
-            self.call(call, Passed::Mine, |links, turn, tree| links.up(turn, tree, Some(mine)))?;
-        Ok((self.group.rank == root).then(|| by_rank(messages, root)))
+        self.mesh.gather(root, mine)
     }
 
     fn scatter(&self, root: Rank, all: Option<Vec<Bytes>>) -> Result<Bytes, CollectiveError> {
-        let call = Call::new(Op::Scatter, root);
-        self.call(call, Passed::All(all.as_deref()), |links, turn, tree| {
-            let mut messages = all.clone().unwrap_or_default();
-            let ranks = messages.len();
-            messages.rotate_left((root as usize).min(ranks));
-            links.down_each(turn, tree, &messages)
-        })
+        self.mesh.scatter(root, all)
     }
 
     fn broadcast(&self, root: Rank, from_root: Option<Bytes>) -> Result<Bytes, CollectiveError> {
-        let call = Call::new(Op::Broadcast, root);
-        let mut messages =
-            self.call(call, Passed::Maybe(from_root.is_some()), |links, turn, tree| {
-                links.down_all(turn, tree, 1, Vec::from_iter(from_root.clone()))
-            })?;
-        Ok(messages.pop().unwrap_or_default())
+        self.mesh.broadcast(root, from_root)
     }
 
     fn all_gather(&self, mine: Bytes) -> Result<Vec<Bytes>, CollectiveError> {
-        self.call(Call::new(Op::AllGather, 0), Passed::Mine, |links, turn, tree| {
-            let messages = links.up(turn, tree, Some(mine))?;
-            links.down_all(turn, tree, turn.group.world_size, messages)
-        })
+        self.mesh.all_gather(mine)
     }
 
     fn barrier(&self) -> Result<(), CollectiveError> {
-        self.call(Call::new(Op::Barrier, 0), Passed::Mine, |links, turn, tree| {
-            links.up(turn, tree, None)?;
-            links.down_all(turn, tree, 0, Vec::new()).map(drop)
-        })
+        self.mesh.barrier()
     }
 
     fn abort(&self, reason: &str) {
-        let fits = |(at, char): (usize, char)| at + char.len_utf8() <= MAX_REASON;
-        let reason = reason.char_indices().take_while(|next| fits(*next)).map(|(_, char)| char);
-        self.group.fail(Poison::Aborted { rank: self.group.rank, reason: reason.collect() });
-    }
-}
-
-impl Drop for TcpCollective {
-    fn drop(&mut self) {
-        if thread::panicking() {
-            let (rank, message) = (self.group.rank, "its thread panicked".to_owned());
-            self.group.fail(Poison::Lost { rank, op: Op::Idle, message });
-        }
-        self.group.close();
-        if let Some(node) = &self.node {
-            node.forget(self.group.id);
-        }
+        self.mesh.abort(reason);
     }
 }
 
 impl fmt::Debug for TcpCollective {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TcpCollective")
-            .field("rank", &self.group.rank)
-            .field("world_size", &self.group.world_size)
+            .field("rank", &self.mesh.rank())
+            .field("world_size", &self.mesh.world_size())
             .finish_non_exhaustive()
     }
 }

@@ -1,6 +1,5 @@
 //! What a process shares among its groups: a listener, and the addresses of the other ranks.
 
-use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,9 +10,12 @@ use std::time::Duration;
 
 use dcp_core::Rank;
 
-use super::dial;
-use super::wire::{self, Hello, MAX_ITEM, Patience, Purpose, Reply, TICK};
+use super::dial::{self, DialError};
+use super::wire::{self, Hello, Purpose, Reply};
 use crate::deadline::Deadline;
+use crate::mesh::frame::{MAX_ITEM, is_pause};
+use crate::mesh::socket::Socket;
+use crate::mesh::{Arrivals, Channel, Kind, OpenError, Opening, Patience, TICK, Transport};
 
 /// The deadline for the first message of an unknown connection.
 const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -21,71 +23,12 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Handshakes that go on at the same time.
 const MAX_HANDSHAKES: u32 = 128;
 
-/// Groups that others may request before this rank does.
-const MAX_INBOXES: usize = 1024;
-
-/// The group of all ranks.
-pub(super) const WORLD: u64 = 0;
-
 /// A rank that joins, and where it listens.
 #[derive(Debug)]
 pub(super) struct Joiner {
     pub(super) rank: Rank,
     pub(super) address: SocketAddr,
     pub(super) stream: TcpStream,
-}
-
-/// What a connection is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Kind {
-    Control,
-    Data,
-}
-
-/// The connections that other ranks made for a group, until it takes them.
-#[derive(Debug, Default)]
-pub(super) struct Inbox {
-    streams: Mutex<HashMap<(Rank, Kind), TcpStream>>,
-    arrived: Condvar,
-}
-
-impl Inbox {
-    fn lock(&self) -> MutexGuard<'_, HashMap<(Rank, Kind), TcpStream>> {
-        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits for the connection that `rank` makes, and checks every [`TICK`] whether to continue.
-    pub(super) fn take<E>(
-        &self,
-        rank: Rank,
-        kind: Kind,
-        mut go_on: impl FnMut() -> Result<(), E>,
-    ) -> Result<TcpStream, E> {
-        loop {
-            let mut streams = self.lock();
-            if !streams.contains_key(&(rank, kind)) {
-                let wait = self.arrived.wait_timeout(streams, TICK);
-                streams = wait.unwrap_or_else(PoisonError::into_inner).0;
-            }
-            if let Some(stream) = streams.remove(&(rank, kind)) {
-                return Ok(stream);
-            }
-            drop(streams);
-            go_on()?;
-        }
-    }
-
-    /// Welcomes a connection, unless there is one of its kind.
-    fn put(&self, rank: Rank, kind: Kind, stream: TcpStream, limit: usize) -> io::Result<()> {
-        let mut streams = self.lock();
-        if streams.contains_key(&(rank, kind)) || streams.len() >= limit {
-            return refuse(&stream, "there is such a connection already", false);
-        }
-        answer(&stream, &Reply::Welcome)?;
-        streams.insert((rank, kind), stream);
-        self.arrived.notify_all();
-        Ok(())
-    }
 }
 
 /// What the threads that shake hands know.
@@ -96,7 +39,7 @@ struct Desk {
     world_size: u32,
     stop: AtomicBool,
     joiners: Mutex<Option<Sender<Joiner>>>,
-    inboxes: Mutex<HashMap<u64, Arc<Inbox>>>,
+    arrivals: Arrivals,
     handshakes: Mutex<u32>,
     finished: Condvar,
 }
@@ -127,7 +70,7 @@ impl Node {
             world_size,
             stop: AtomicBool::new(false),
             joiners: Mutex::new(joiners),
-            inboxes: Mutex::new(HashMap::new()),
+            arrivals: Arrivals::new(world_size),
             handshakes: Mutex::new(0),
             finished: Condvar::new(),
         });
@@ -148,25 +91,41 @@ impl Node {
         self.addresses = addresses;
     }
 
-    pub(super) fn address(&self, rank: Rank) -> Option<SocketAddr> {
-        self.addresses.get(rank as usize).copied()
-    }
-
-    pub(super) fn job(&self) -> &str {
-        &self.desk.job
-    }
-
     /// Refuses new connections from now on.
     pub(super) fn close_desk(&self) {
         *self.desk.joiners() = None;
     }
+}
 
-    pub(super) fn inbox(&self, group: u64) -> Arc<Inbox> {
-        Arc::clone(self.desk.inboxes().entry(group).or_default())
+impl Transport for Node {
+    fn open(
+        &self,
+        to: Rank,
+        opening: Opening,
+        patience: Patience<'_>,
+    ) -> Result<Arc<dyn Channel>, OpenError> {
+        let failed = |message| Err(OpenError::Failed(message));
+        let Some(address) = self.addresses.get(to as usize) else {
+            return failed("it has no address".to_owned());
+        };
+        let Opening { group, world_size, rank, kind } = opening;
+        let purpose = match kind {
+            Kind::Control => Purpose::Control { group },
+            Kind::Data => Purpose::Data { group },
+        };
+        let hello = Hello { job: self.desk.job.clone(), world_size, rank, purpose };
+        match dial::dial(*address, &hello, patience) {
+            Ok(stream) => Ok(Arc::new(Socket::new(stream))),
+            Err(DialError::Io(error)) if is_pause(&error) => Err(OpenError::Slow),
+            Err(DialError::Io(error)) => failed(format!("it cannot be reached: {error}")),
+            Err(DialError::Refused { reason, .. }) => {
+                failed(format!("it refuses to talk: {reason}"))
+            }
+        }
     }
 
-    pub(super) fn forget(&self, group: u64) {
-        self.desk.inboxes().remove(&group);
+    fn arrivals(&self) -> &Arrivals {
+        &self.desk.arrivals
     }
 }
 
@@ -215,10 +174,6 @@ fn accept(desk: &Arc<Desk>, listener: &TcpListener) {
 impl Desk {
     fn joiners(&self) -> MutexGuard<'_, Option<Sender<Joiner>>> {
         self.joiners.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn inboxes(&self) -> MutexGuard<'_, HashMap<u64, Arc<Inbox>>> {
-        self.inboxes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn begin_handshake(&self) {
@@ -292,18 +247,18 @@ impl Desk {
         kind: Kind,
         stream: TcpStream,
     ) -> io::Result<()> {
-        if hello.rank >= hello.world_size || hello.world_size > self.world_size {
-            return refuse(&stream, "there is no such rank", false);
+        let (world_size, rank) = (hello.world_size, hello.rank);
+        let opening = Opening { group, world_size, rank, kind };
+        let mut stream = Some(stream);
+        let turned_away = self.arrivals.put(opening, || {
+            let stream = stream.take().ok_or_else(|| wire::invalid("it was taken already"))?;
+            answer(&stream, &Reply::Welcome)?;
+            Ok(Arc::new(Socket::new(stream)))
+        })?;
+        match (turned_away, stream) {
+            (Some(away), Some(stream)) => refuse(&stream, away.reason, away.retry),
+            _ => Ok(()),
         }
-        let inbox = {
-            let mut inboxes = self.inboxes();
-            if inboxes.len() >= MAX_INBOXES && !inboxes.contains_key(&group) {
-                drop(inboxes);
-                return refuse(&stream, "too many groups", true);
-            }
-            Arc::clone(inboxes.entry(group).or_default())
-        };
-        inbox.put(hello.rank, kind, stream, 2 * self.world_size as usize)
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
@@ -13,11 +13,16 @@ use dcp_core::{CollectiveError, Rank};
 use super::config::TcpConfig;
 use super::dial::{DialError, dial};
 use super::node::{Joiner, Node, answer, refuse};
-use super::wire::{self, Hello, MAX_TABLE, Patience, Purpose, Reply};
+use super::wire::{self, Hello, MAX_TABLE, Presence, Purpose, Reply};
 use crate::deadline::Deadline;
+use crate::mesh::Patience;
+use crate::mesh::frame::MAX_ITEM;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+
+/// How long a rank that waits may take to answer that it is there. One that is late comes again.
+const PROBE: Duration = Duration::from_secs(5);
 
 /// Finds the other ranks.
 pub(super) fn meet(config: &mut TcpConfig) -> Result<Node, CollectiveError> {
@@ -84,7 +89,7 @@ fn collect(
     let mut joined = HashMap::<Rank, Joiner>::new();
     loop {
         if joined.len() as u64 == u64::from(config.world_size) - 1 {
-            joined.retain(|_, joiner| is_there(&joiner.stream));
+            keep_those_here(&mut joined, deadline);
             if joined.len() as u64 == u64::from(config.world_size) - 1 {
                 return Ok(joined);
             }
@@ -98,7 +103,15 @@ fn collect(
             Err(RecvTimeoutError::Disconnected) => return Err(give_up(config, &joined)),
         };
         let rank = joiner.rank;
-        if rank == 0 || joined.get(&rank).is_some_and(|earlier| is_there(&earlier.stream)) {
+        let is_taken = rank == 0
+            || joined.remove(&rank).is_some_and(|earlier| {
+                let mut earlier = HashMap::from([(rank, earlier)]);
+                keep_those_here(&mut earlier, deadline);
+                let is_here = !earlier.is_empty();
+                joined.extend(earlier);
+                is_here
+            });
+        if is_taken {
             drop(refuse(&joiner.stream, format!("there is a rank {rank} already"), false));
         } else if answer(&joiner.stream, &Reply::Welcome).is_ok() {
             joined.insert(rank, joiner);
@@ -125,15 +138,16 @@ fn give_up(config: &TcpConfig, joined: &HashMap<Rank, Joiner>) -> CollectiveErro
     failed(message)
 }
 
-/// Whether a rank that has nothing to say yet keeps its connection open.
-fn is_there(stream: &TcpStream) -> bool {
-    let probe = || {
-        stream.set_nonblocking(true)?;
-        let seen = stream.peek(&mut [0]);
-        stream.set_nonblocking(false)?;
-        seen
-    };
-    matches!(probe(), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
+/// Drops the ranks that are no longer there. A connection alone does not show it: the end of a
+/// process may arrive after what its successor sends. So each rank has to answer.
+fn keep_those_here(joined: &mut HashMap<Rank, Joiner>, deadline: Deadline) {
+    let until = Deadline::after(PROBE.min(deadline.left().unwrap_or_default()));
+    let patience = Patience::until(until);
+    joined.retain(|_, joiner| wire::send(&joiner.stream, &Reply::Probe, patience).is_ok());
+    joined.retain(|_, joiner| {
+        let answer = wire::receive(&joiner.stream, MAX_ITEM, patience);
+        matches!(answer, Ok(Presence::Here))
+    });
 }
 
 fn join(config: &TcpConfig, deadline: Deadline) -> Result<Node, CollectiveError> {
@@ -192,7 +206,13 @@ fn join_at(config: &TcpConfig, master: SocketAddr, deadline: Deadline) -> Result
     };
     let patience = Patience::until(deadline);
     let stream = dial(master, &hello, patience)?;
-    let addresses = match wire::receive(&stream, MAX_TABLE, patience)? {
+    let reply = loop {
+        match wire::receive(&stream, MAX_TABLE, patience)? {
+            Reply::Probe => wire::send(&stream, &Presence::Here, patience)?,
+            reply => break reply,
+        }
+    };
+    let addresses = match reply {
         Reply::Table(addresses) if addresses.len() as u64 == u64::from(config.world_size) => {
             addresses
         }

@@ -1,8 +1,5 @@
-//! The bytes of a connection: a handshake, then either control messages or data frames.
-//!
-//! Handshake and control messages are small CBOR items behind a length. Data frames have a header
-//! of [`HEADER_LEN`] bytes, then messages, each behind its length (`u64`). All numbers are little
-//! endian.
+//! The handshake of a connection: small CBOR items behind a magic number, a version and a length.
+//! All numbers are little endian.
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -12,26 +9,18 @@ use dcp_core::Rank;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::call::{Call, Op};
-use crate::deadline::Deadline;
-use crate::poison::Poison;
+pub(super) use crate::mesh::frame::invalid;
+use crate::mesh::frame::{decode, encode, is_pause};
+use crate::mesh::{Patience, TICK};
 
 /// How every handshake begins. A stranger hardly says this.
 const MAGIC: [u8; 8] = *b"dcp-coll";
 
-/// The version of everything in this module.
-const VERSION: u32 = 1;
-
-/// The longest CBOR item but the address table, in bytes.
-pub(super) const MAX_ITEM: u32 = 64 << 10;
+/// The version of the handshake, and of the frames that follow it.
+const VERSION: u32 = 2;
 
 /// The longest address table, in bytes.
 pub(super) const MAX_TABLE: u32 = 64 << 20;
-
-/// How long a blocked thread sleeps before it looks whether the group still stands.
-pub(super) const TICK: Duration = Duration::from_millis(50);
-
-const MAX_CBOR_DEPTH: usize = 16;
 
 /// The first message of the dialing side.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -58,6 +47,8 @@ pub(super) enum Purpose {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
     Welcome,
+    /// Requests a sign of life from a rank that waits for the address table.
+    Probe,
     /// Where each rank listens.
     Table(Vec<SocketAddr>),
     Refused {
@@ -66,17 +57,10 @@ pub(super) enum Reply {
     },
 }
 
-/// A message between neighbors in the control tree.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Control {
-    /// The sender, a child, makes its next call.
-    Enter(Call),
-    /// Rank `who` has been waiting for long, in its call number `seq`, for rank `on`.
-    Waiting { who: Rank, seq: u64, on: Rank },
-    /// The group is broken.
-    Poison(Poison),
-    /// The sender has left after so many calls.
-    Bye { calls: u64 },
+/// What a waiting rank answers to [`Reply::Probe`].
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(super) enum Presence {
+    Here,
 }
 
 /// Sends one item of the handshake.
@@ -122,52 +106,6 @@ pub(super) fn receive<T: DeserializeOwned>(
     decode(&body)
 }
 
-/// An item in CBOR behind its length.
-pub(super) fn encode(item: &impl Serialize) -> io::Result<Vec<u8>> {
-    let mut bytes = vec![0; 4];
-    ciborium::into_writer(item, &mut bytes).map_err(invalid)?;
-    let len = u32::try_from(bytes.len() - 4).map_err(invalid)?;
-    for (byte, value) in bytes.iter_mut().zip(len.to_le_bytes()) {
-        *byte = value;
-    }
-    Ok(bytes)
-}
-
-fn decode<T: DeserializeOwned>(bytes: &[u8]) -> io::Result<T> {
-    ciborium::de::from_reader_with_recursion_limit(bytes, MAX_CBOR_DEPTH).map_err(invalid)
-}
-
-/// Takes the first item off `buffer` once it is there as a whole.
-pub(super) fn take_item<T: DeserializeOwned>(buffer: &mut Vec<u8>) -> io::Result<Option<T>> {
-    let Some((prefix, rest)) = buffer.split_first_chunk::<4>() else { return Ok(None) };
-    let len = u32::from_le_bytes(*prefix);
-    if len > MAX_ITEM {
-        return Err(invalid(format!("an item of {len} bytes, the limit is {MAX_ITEM}")));
-    }
-    let Some(body) = rest.get(..len as usize) else { return Ok(None) };
-    let item = decode(body)?;
-    buffer.drain(..4 + len as usize);
-    Ok(Some(item))
-}
-
-pub(super) fn invalid(problem: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, problem)
-}
-
-/// How long the parties of a handshake wait for each other.
-#[derive(Clone, Copy)]
-pub(super) struct Patience<'a> {
-    pub(super) deadline: Deadline,
-    /// Called periodically; `true` ends the wait early.
-    pub(super) give_up: &'a dyn Fn() -> bool,
-}
-
-impl Patience<'static> {
-    pub(super) fn until(deadline: Deadline) -> Self {
-        Self { deadline, give_up: &|| false }
-    }
-}
-
 /// A stream whose reads and writes all end at one deadline.
 struct Timed<'a> {
     stream: &'a TcpStream,
@@ -181,10 +119,7 @@ impl Timed<'_> {
         mut attempt: impl FnMut() -> io::Result<T>,
     ) -> io::Result<T> {
         loop {
-            let left = self.patience.deadline.left().ok_or(io::ErrorKind::TimedOut)?;
-            if (self.patience.give_up)() {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
+            let left = self.patience.left().ok_or(io::ErrorKind::TimedOut)?;
             set_timeout(Some(left.min(TICK)))?;
             match attempt() {
                 Err(error) if is_pause(&error) => {}
@@ -209,99 +144,5 @@ impl Write for Timed<'_> {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
-    }
-}
-
-/// Whether a read or write ended only because its time slice did.
-pub(super) fn is_pause(error: &io::Error) -> bool {
-    use io::ErrorKind::{Interrupted, TimedOut, WouldBlock};
-    matches!(error.kind(), Interrupted | TimedOut | WouldBlock)
-}
-
-/// Bytes of a [`Header`].
-pub(super) const HEADER_LEN: usize = 24;
-
-const FRAME_MAGIC: [u8; 2] = [0xdc, 0x9f];
-
-/// What precedes the messages of one call on a data connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Header {
-    pub(super) call: Call,
-    pub(super) seq: u64,
-    /// Messages that follow.
-    pub(super) count: u32,
-}
-
-impl Header {
-    pub(super) fn to_bytes(self) -> [u8; HEADER_LEN] {
-        let mut bytes = [0; HEADER_LEN];
-        let fields = FRAME_MAGIC
-            .into_iter()
-            .chain([self.call.op as u8, 0])
-            .chain(self.call.root.to_le_bytes())
-            .chain(self.seq.to_le_bytes())
-            .chain(self.count.to_le_bytes());
-        for (byte, value) in bytes.iter_mut().zip(fields) {
-            *byte = value;
-        }
-        bytes
-    }
-
-    /// The header in these bytes, or `None` when they are none.
-    pub(super) fn from_bytes(bytes: [u8; HEADER_LEN]) -> Option<Self> {
-        let [m0, m1, op, _, r0, r1, r2, r3, s0, s1, s2, s3, s4, s5, s6, s7, c0, c1, c2, c3, ..] =
-            bytes;
-        (FRAME_MAGIC == [m0, m1]).then_some(())?;
-        Some(Self {
-            call: Call::new(Op::from_wire(op)?, u32::from_le_bytes([r0, r1, r2, r3])),
-            seq: u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]),
-            count: u32::from_le_bytes([c0, c1, c2, c3]),
-        })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn headers_round_trip(op in 0_u8..7, root: u32, seq: u64, count: u32) {
-            let call = Call::new(Op::from_wire(op).unwrap(), root);
-            let header = Header { call, seq, count };
-            prop_assert_eq!(Header::from_bytes(header.to_bytes()), Some(header));
-        }
-
-        #[test]
-        fn no_bytes_make_the_parser_panic(mut bytes: Vec<u8>) {
-            while let Ok(Some(_)) = take_item::<Control>(&mut bytes) {}
-        }
-    }
-
-    #[test]
-    fn items_arrive_in_pieces() {
-        let items = [
-            Control::Enter(Call::new(Op::Gather, 7)),
-            Control::Poison(Poison::Aborted { rank: 3, reason: "é".repeat(500) }),
-            Control::Bye { calls: u64::MAX },
-        ];
-        let bytes = items.iter().flat_map(|item| encode(item).unwrap()).collect::<Vec<_>>();
-        let (mut buffer, mut got) = (Vec::new(), Vec::new());
-        for piece in bytes.chunks(7) {
-            buffer.extend_from_slice(piece);
-            while let Some(item) = take_item::<Control>(&mut buffer).unwrap() {
-                got.push(item);
-            }
-        }
-        assert_eq!(got, items);
-        assert!(buffer.is_empty());
-    }
-
-    #[test]
-    fn a_long_item_is_refused_before_it_arrives() {
-        let mut buffer = (MAX_ITEM + 1).to_le_bytes().to_vec();
-        assert!(take_item::<Control>(&mut buffer).is_err());
     }
 }

@@ -37,7 +37,7 @@ fn one_that_joins(port: u16) -> TcpStream {
         \x67purpose\xa1\x64Join\xa2\x64port\x01\x62ip\xf6";
     let len = u32::try_from(body.len()).unwrap();
     let mut stream = TcpStream::connect((loopback(), port)).unwrap();
-    let head = [&b"dcp-coll\x01\0\0\0"[..], &len.to_le_bytes()].concat();
+    let head = [&b"dcp-coll\x02\0\0\0"[..], &len.to_le_bytes()].concat();
     stream.write_all(&[&head, &body[..]].concat()).unwrap();
     let reply = item(&mut stream);
     assert!(reply.ends_with(b"Welcome"), "{reply:?}");
@@ -78,9 +78,9 @@ fn strangers_disturb_nobody() {
         &b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[..],
         b"",
         b"dcp-coll",
-        b"dcp-coll\x02\0\0\0\x04\0\0\0abcd",
-        b"dcp-coll\x01\0\0\0\xff\xff\xff\xff",
-        b"dcp-coll\x01\0\0\0\x04\0\0\0\xff\xff\xff\xff",
+        b"dcp-coll\x01\0\0\0\x04\0\0\0abcd",
+        b"dcp-coll\x02\0\0\0\xff\xff\xff\xff",
+        b"dcp-coll\x02\0\0\0\x04\0\0\0\xff\xff\xff\xff",
         &[0xff; 5000],
     ]
     .map(|bytes| {
@@ -177,8 +177,12 @@ fn a_rank_that_died_while_waiting_can_come_again() {
     let (listener, port) = listener();
     thread::scope(|scope| {
         let master = scope.spawn(move || config(0, 3, port).listener(listener).connect());
-        drop(one_that_joins(port));
+        let mut dead = one_that_joins(port);
         let one = scope.spawn(move || config(1, 3, port).connect());
+        // The end of the first arrives after its successor.
+        let probe = item(&mut dead);
+        assert!(probe.ends_with(b"Probe"), "{probe:?}");
+        drop(dead);
         let two = config(2, 3, port).connect();
         barriers(vec![master.join().unwrap(), one.join().unwrap(), two]);
     });

@@ -1,23 +1,20 @@
 //! Messages going up and down a tree.
 
 use std::collections::HashMap;
-use std::io;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::Rank;
 
-use super::dial::{DialError, dial};
+use super::channel::{Channel, Kind, OpenError, Opening, Patience, Transport};
 use super::link::{Link, Turn};
-use super::node::{Kind, Node};
-use super::wire::{Hello, Patience, Purpose};
 use crate::poison::Poison;
 use crate::tree::Tree;
 
 /// The data connections of one rank in one group, opened when they are first needed.
 #[derive(Debug)]
 pub(super) struct Links {
-    node: Option<Arc<Node>>,
+    transport: Option<Arc<dyn Transport>>,
     /// The members of the group, as the group of all ranks counts them.
     members: Box<[Rank]>,
     open: HashMap<Rank, Link>,
@@ -25,8 +22,8 @@ pub(super) struct Links {
 }
 
 impl Links {
-    pub(super) fn new(node: Option<Arc<Node>>, members: Box<[Rank]>) -> Self {
-        Self { node, members, open: HashMap::new(), chunk: Vec::new() }
+    pub(super) fn new(transport: Option<Arc<dyn Transport>>, members: Box<[Rank]>) -> Self {
+        Self { transport, members, open: HashMap::new(), chunk: Vec::new() }
     }
 
     /// Brings the messages of all ranks (none, when `mine` is `None`) to the root, which gets them
@@ -163,44 +160,33 @@ impl Links {
 
     /// Of two ranks, the lower one makes the connection.
     fn open(&self, turn: &Turn<'_>, peer: Rank) -> Result<Link, Poison> {
-        let stream = if turn.group.rank > peer {
+        let channel = if turn.group.rank > peer {
             turn.group.inbox.take(peer, Kind::Data, || turn.keep_waiting(peer))?
         } else {
             loop {
                 match self.dial(turn, peer) {
-                    Ok(stream) => break stream,
-                    Err(DialError::Io(error)) if is_slow(&error) => turn.keep_waiting(peer)?,
-                    Err(DialError::Io(error)) => {
-                        let message = format!("it cannot be reached: {error}");
-                        return Err(turn.lost(peer, &message));
-                    }
-                    Err(DialError::Refused { reason, .. }) => {
-                        return Err(turn.lost(peer, &format!("it refuses to talk: {reason}")));
-                    }
+                    Ok(channel) => break channel,
+                    Err(OpenError::Slow) => turn.keep_waiting(peer)?,
+                    Err(OpenError::Failed(message)) => return Err(turn.lost(peer, &message)),
                 }
             }
         };
-        Link::new(peer, stream).map_err(|error| turn.lost(peer, &error.to_string()))
+        Ok(Link::new(peer, channel))
     }
 
-    fn dial(&self, turn: &Turn<'_>, peer: Rank) -> Result<std::net::TcpStream, DialError> {
+    fn dial(&self, turn: &Turn<'_>, peer: Rank) -> Result<Arc<dyn Channel>, OpenError> {
         let group = turn.group;
-        let address = self
-            .members
-            .get(peer as usize)
-            .and_then(|member| self.node.as_ref()?.address(*member))
-            .ok_or_else(|| io::Error::other("it has no address"))?;
-        let hello = Hello {
-            job: self.node.as_ref().map(|node| node.job().to_owned()).unwrap_or_default(),
+        let no_address = || OpenError::Failed("it has no address".to_owned());
+        let member = *self.members.get(peer as usize).ok_or_else(no_address)?;
+        let transport = self.transport.as_ref().ok_or_else(no_address)?;
+        let opening = Opening {
+            group: group.id,
             world_size: group.world_size,
             rank: group.rank,
-            purpose: Purpose::Data { group: group.id },
+            kind: Kind::Data,
         };
         let give_up = || turn.keep_waiting(peer).is_err();
-        dial(address, &hello, Patience { deadline: turn.deadline, give_up: &give_up })
+        let patience = Patience { deadline: turn.deadline, give_up: &give_up };
+        transport.open(member, opening, patience)
     }
-}
-
-fn is_slow(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock)
 }

@@ -5,17 +5,18 @@
 //! which notify all other ranks.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::io::{self, Read};
-use std::net::TcpStream;
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dcp_core::Rank;
 
+use super::TICK;
+use super::channel::Channel;
 use super::edge::{Edge, Neighbor};
-use super::node::Inbox;
-use super::wire::{self, Control, TICK};
+use super::frame::{self, Control};
+use super::inbox::Inbox;
 use crate::call::{Call, Op};
 use crate::deadline::Deadline;
 use crate::poison::Poison;
@@ -258,8 +259,8 @@ impl Group {
     }
 
     /// Reads from a neighbor, on a thread of its own, until the connection ends.
-    pub(super) fn listen(&self, peer: Rank, stream: &TcpStream) {
-        let outcome = self.hear(peer, stream);
+    pub(super) fn listen(&self, peer: Rank, channel: &dyn Channel) {
+        let outcome = self.hear(peer, channel);
         let said_bye = {
             let mut state = self.lock();
             state.ended.insert(peer);
@@ -288,13 +289,12 @@ impl Group {
         }
     }
 
-    fn hear(&self, peer: Rank, mut stream: &TcpStream) -> io::Result<()> {
+    fn hear(&self, peer: Rank, channel: &dyn Channel) -> io::Result<()> {
         /// How long to listen on after a farewell, so that closing does not cut it off.
         const LINGER: Duration = Duration::from_secs(2);
         let mut linger = None;
         let mut buffer = Vec::new();
         let mut piece = [0; 4096];
-        stream.set_read_timeout(Some(8 * TICK))?;
         loop {
             if self.is_closing() {
                 let until = *linger.get_or_insert_with(|| Deadline::after(LINGER));
@@ -302,13 +302,13 @@ impl Group {
                     return Ok(());
                 }
             }
-            match stream.read(&mut piece) {
+            match channel.read(&mut piece, 8 * TICK) {
                 Ok(0) => return Ok(()),
                 Ok(len) => buffer.extend_from_slice(piece.get(..len).unwrap_or_default()),
-                Err(error) if wire::is_pause(&error) => continue,
+                Err(error) if frame::is_pause(&error) => continue,
                 Err(error) => return Err(error),
             }
-            while let Some(news) = wire::take_item(&mut buffer)? {
+            while let Some(news) = frame::take_item(&mut buffer)? {
                 self.take(peer, news);
             }
         }
@@ -381,11 +381,13 @@ fn left(rank: Rank, op: Op) -> Poison {
 
 #[cfg(test)]
 mod tests {
-    use std::net::TcpListener;
+    use std::io::Read;
+    use std::net::{TcpListener, TcpStream};
     use std::thread;
 
     use socket2::SockRef;
 
+    use super::super::socket::Socket;
     use super::*;
 
     /// A connection whose buffers are as small as the system allows.
@@ -400,12 +402,12 @@ mod tests {
     #[test]
     fn a_neighbor_that_does_not_read_is_lost_and_learns_it_when_it_does() {
         let (here, mut there) = narrow();
-        let here = Arc::new(here);
-        let neighbor = Neighbor { rank: 1, is_parent: false, stream: Arc::clone(&here) };
+        let here: Arc<dyn Channel> = Arc::new(Socket::new(here));
+        let neighbor = Neighbor { rank: 1, is_parent: false, channel: Arc::clone(&here) };
         let deadline = Duration::from_secs(60);
         let group = Group::new(0, 0, 2, deadline, Default::default(), vec![neighbor]);
         let poison = thread::scope(|scope| {
-            scope.spawn(|| group.listen(1, &here));
+            scope.spawn(|| group.listen(1, &*here));
             let begun = Instant::now();
             while group.poison().is_none() && begun.elapsed() < deadline / 6 {
                 group.tell_all(&Control::Waiting { who: 0, seq: 0, on: 1 }, None);

@@ -1,14 +1,14 @@
 //! The connection to a neighbor in the control tree.
 
-use std::io::Write;
-use std::net::{Shutdown, TcpStream};
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dcp_core::Rank;
 
-use super::wire::{self, Control};
+use super::channel::Channel;
+use super::frame::{self, Control};
 
 /// The deadline for a few bytes on a control connection, after which it fails.
 const CONTROL_WRITE: Duration = Duration::from_secs(1);
@@ -18,7 +18,7 @@ const CONTROL_WRITE: Duration = Duration::from_secs(1);
 pub(super) struct Neighbor {
     pub(super) rank: Rank,
     pub(super) is_parent: bool,
-    pub(super) stream: Arc<TcpStream>,
+    pub(super) channel: Arc<dyn Channel>,
 }
 
 /// The sending end of a connection to a neighbor.
@@ -26,35 +26,32 @@ pub(super) struct Neighbor {
 pub(super) struct Edge {
     pub(super) peer: Rank,
     pub(super) is_parent: bool,
-    writer: Mutex<Option<Arc<TcpStream>>>,
+    writer: Mutex<Option<Arc<dyn Channel>>>,
     is_deaf: AtomicBool,
 }
 
 impl Edge {
     pub(super) fn new(neighbor: Neighbor) -> Self {
-        let Neighbor { rank: peer, is_parent, stream } = neighbor;
-        Self { peer, is_parent, writer: Mutex::new(Some(stream)), is_deaf: AtomicBool::new(false) }
+        let Neighbor { rank: peer, is_parent, channel } = neighbor;
+        Self { peer, is_parent, writer: Mutex::new(Some(channel)), is_deaf: AtomicBool::new(false) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Arc<TcpStream>>> {
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<dyn Channel>>> {
         self.writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sends a control message. The thread that reads from the neighbor notices a lost one.
     pub(super) fn notify(&self, news: &Control) {
         let mut writer = self.lock();
-        let Some(mut stream) = writer.as_deref() else { return };
-        let sent = stream
-            .set_write_timeout(Some(CONTROL_WRITE))
-            .and_then(|()| wire::encode(news))
-            .and_then(|bytes| stream.write_all(&bytes));
+        let Some(channel) = writer.as_deref() else { return };
+        let sent = frame::encode(news).and_then(|bytes| write_all(channel, &bytes));
         if let Err(error) = sent {
             tracing::debug!(peer = self.peer, %error, "a neighbor does not listen");
             // A connection that broke ends by itself. One that stalled must be ended on both
             // sides, or the ranks behind it would wait their whole deadline for news.
-            if wire::is_pause(&error) {
+            if frame::is_pause(&error) {
                 self.is_deaf.store(true, Ordering::SeqCst);
-                drop(stream.shutdown(Shutdown::Both));
+                channel.cut();
             }
             *writer = None;
         }
@@ -67,8 +64,19 @@ impl Edge {
 
     /// Says that nothing more will be sent.
     pub(super) fn close(&self) {
-        if let Some(stream) = self.lock().take() {
-            drop(stream.shutdown(Shutdown::Write));
+        if let Some(channel) = self.lock().take() {
+            channel.finish();
         }
     }
+}
+
+fn write_all(channel: &dyn Channel, mut bytes: &[u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match channel.write(bytes, CONTROL_WRITE) {
+            Ok(len) => bytes = bytes.get(len..).unwrap_or_default(),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    channel.flush(CONTROL_WRITE)
 }

@@ -1,13 +1,15 @@
 //! A data connection to one peer: buffered, and patient only as long as the group stands.
 
-use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::io;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::Rank;
 
+use super::TICK;
+use super::channel::Channel;
+use super::frame::{HEADER_LEN, Header, is_pause};
 use super::group::Group;
-use super::wire::{HEADER_LEN, Header, TICK, is_pause};
 use crate::call::Call;
 use crate::deadline::Deadline;
 use crate::poison::Poison;
@@ -48,7 +50,7 @@ impl Turn<'_> {
 #[derive(Debug)]
 pub(super) struct Link {
     peer: Rank,
-    stream: TcpStream,
+    channel: Arc<dyn Channel>,
     input: Box<[u8]>,
     /// The unread part of `input`.
     unread: std::ops::Range<usize>,
@@ -56,16 +58,14 @@ pub(super) struct Link {
 }
 
 impl Link {
-    pub(super) fn new(peer: Rank, stream: TcpStream) -> io::Result<Self> {
-        stream.set_read_timeout(Some(TICK))?;
-        stream.set_write_timeout(Some(TICK))?;
-        Ok(Self {
+    pub(super) fn new(peer: Rank, channel: Arc<dyn Channel>) -> Self {
+        Self {
             peer,
-            stream,
+            channel,
             input: vec![0; BUFFER].into_boxed_slice(),
             unread: 0..0,
             output: Vec::with_capacity(BUFFER),
-        })
+        }
     }
 
     /// Announces `count` messages.
@@ -85,17 +85,22 @@ impl Link {
 
     pub(super) fn write(&mut self, turn: &Turn<'_>, bytes: &[u8]) -> Result<(), Poison> {
         if self.output.len() + bytes.len() > BUFFER {
-            self.flush(turn)?;
+            self.send_output(turn)?;
         }
         if bytes.len() >= BUFFER {
-            return send(&self.stream, self.peer, turn, bytes);
+            return send(&*self.channel, self.peer, turn, bytes);
         }
         self.output.extend_from_slice(bytes);
         Ok(())
     }
 
     pub(super) fn flush(&mut self, turn: &Turn<'_>) -> Result<(), Poison> {
-        send(&self.stream, self.peer, turn, &self.output)?;
+        self.send_output(turn)?;
+        attempt(self.peer, turn, || self.channel.flush(TICK))
+    }
+
+    fn send_output(&mut self, turn: &Turn<'_>) -> Result<(), Poison> {
+        send(&*self.channel, self.peer, turn, &self.output)?;
         self.output.clear();
         Ok(())
     }
@@ -199,9 +204,9 @@ impl Link {
     fn read_some(&mut self, turn: &Turn<'_>, into: &mut [u8]) -> Result<usize, Poison> {
         if self.unread.is_empty() {
             if into.len() >= BUFFER {
-                return receive(&self.stream, self.peer, turn, into);
+                return receive(&*self.channel, self.peer, turn, into);
             }
-            self.unread = 0..receive(&self.stream, self.peer, turn, &mut self.input)?;
+            self.unread = 0..receive(&*self.channel, self.peer, turn, &mut self.input)?;
         }
         let ready = self.input.get(self.unread.clone()).unwrap_or_default();
         let len = ready.len().min(into.len());
@@ -213,43 +218,53 @@ impl Link {
     }
 }
 
-fn receive(
-    mut stream: &TcpStream,
+/// Repeats an operation that ends with its time slice.
+fn attempt<T>(
     peer: Rank,
     turn: &Turn<'_>,
-    into: &mut [u8],
-) -> Result<usize, Poison> {
+    mut operation: impl FnMut() -> io::Result<T>,
+) -> Result<T, Poison> {
     loop {
-        match stream.read(into) {
-            Ok(0) => return Err(turn.lost(peer, "it closed its connection")),
-            Ok(len) => return Ok(len),
+        match operation() {
+            Ok(done) => return Ok(done),
             Err(error) if is_pause(&error) => turn.keep_waiting(peer)?,
             Err(error) => return Err(turn.lost(peer, &format!("its connection broke: {error}"))),
         }
     }
 }
 
+fn receive(
+    channel: &dyn Channel,
+    peer: Rank,
+    turn: &Turn<'_>,
+    into: &mut [u8],
+) -> Result<usize, Poison> {
+    match attempt(peer, turn, || channel.read(into, TICK))? {
+        0 => Err(turn.lost(peer, "it closed its connection")),
+        len => Ok(len),
+    }
+}
+
 fn send(
-    mut stream: &TcpStream,
+    channel: &dyn Channel,
     peer: Rank,
     turn: &Turn<'_>,
     mut bytes: &[u8],
 ) -> Result<(), Poison> {
     while !bytes.is_empty() {
-        match stream.write(bytes) {
-            Ok(len) => bytes = bytes.get(len..).unwrap_or_default(),
-            Err(error) if is_pause(&error) => turn.keep_waiting(peer)?,
-            Err(error) => return Err(turn.lost(peer, &format!("its connection broke: {error}"))),
-        }
+        let len = attempt(peer, turn, || channel.write(bytes, TICK))?;
+        bytes = bytes.get(len..).unwrap_or_default();
     }
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    use std::net::TcpListener;
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
     use std::time::Duration;
 
+    use super::super::socket::Socket;
     use super::*;
     use crate::call::Op;
 
@@ -260,7 +275,7 @@ mod tests {
     fn hear(bytes: &[u8]) -> Result<Bytes, Poison> {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let mut link = Link::new(1, listener.accept().unwrap().0).unwrap();
+        let mut link = Link::new(1, Arc::new(Socket::new(listener.accept().unwrap().0)));
         peer.write_all(bytes).unwrap();
         drop(peer);
         let deadline = Duration::from_secs(20);

@@ -59,7 +59,7 @@ struct State {
     nodes: DiskId,
     by_inode: HashMap<(u64, u64), DiskId>,
     /// The file system gives the inode of a removed file to a new one, which may be outside the
-    /// folder, unless somebody has the removed file open.
+    /// folder, unless a process has the removed file open.
     open: Vec<OwnedFd>,
     events: Vec<DiskEvent>,
 }

@@ -25,6 +25,7 @@ use dcp_testing::Tortured;
 
 use crate::cli::Cli;
 use crate::failure::Failure;
+use crate::plugins::Plugins;
 
 /// The state of a target after a command.
 type Break = Arc<dyn Fn(FaultStorage) -> FaultStorage>;
@@ -83,7 +84,7 @@ fn dcp<A: AsRef<str>>(args: &[A], how: Option<Break>) -> Ran {
     BREAK.set(how);
     OPENED.take();
     HEARD.set(Some(String::new()));
-    let outcome = crate::run(cli, "in a test");
+    let outcome = crate::command_line::run(cli, "in a test", &Plugins::default());
     BREAK.set(None);
     let mut said = HEARD.take().unwrap_or_default();
     if let Err(failure) = &outcome {

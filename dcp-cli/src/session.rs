@@ -9,6 +9,7 @@ use crate::failure::{Exit, Failure};
 use crate::interrupt;
 use crate::options::Global;
 use crate::output::Output;
+use crate::plugins::Plugins;
 
 /// One run of the program.
 #[derive(Debug)]
@@ -24,8 +25,12 @@ pub(crate) struct Session {
 
 impl Session {
     /// A run whose requests to storages are recorded, if there is a recorder.
-    pub(crate) fn new(global: Global, recorder: Option<&TraceRecorder>) -> Result<Self, Failure> {
-        let mut storages = storages(&global);
+    pub(crate) fn new(
+        global: Global,
+        recorder: Option<&TraceRecorder>,
+        plugins: &Plugins,
+    ) -> Result<Self, Failure> {
+        let mut storages = storages(&global, plugins);
         let known = storages.check_options();
         known.map_err(|error| Failure::from(error).instead_of(Exit::Io, Exit::Usage))?;
         if let Some(recorder) = recorder {
@@ -35,8 +40,10 @@ impl Session {
             let folder = CacheFolder::new(folder).max_bytes(global.cache_size).open()?;
             storages = storages.layer(cache_layer(folder));
         }
-        let opener =
-            Opener::new(storages.clone()).rank(global.rank).variant(global.variant.clone());
+        let opener = Opener::new(storages.clone())
+            .formats(plugins.formats())
+            .rank(global.rank)
+            .variant(global.variant.clone());
         let out = Output::new(global.color, global.quiet);
         Ok(Self {
             out,
@@ -99,9 +106,10 @@ impl Session {
     }
 }
 
-fn storages(global: &Global) -> StorageRegistry {
-    let storages =
+fn storages(global: &Global, plugins: &Plugins) -> StorageRegistry {
+    let mut storages =
         if global.follow_links { dcp::storages_following_links() } else { dcp::default_storages() };
+    plugins.register(&mut storages);
     let options = global.storage_options.iter().map(|option| (&option.name, &option.value));
     let storages = storages.options(options.collect());
     #[cfg(test)]

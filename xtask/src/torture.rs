@@ -15,7 +15,7 @@ use crate::{Result, workspace};
 /// Which tests: the arguments of `cargo test` and a filter.
 const TESTS: &[(&[&str], &[&str])] = &[
     (&["-p", "dcp-storage-fs", "--test", "crash"], &[]),
-    (&["-p", "dcp-cli", "--bin", "dcp"], &["every_operation"]),
+    (&["-p", "dcp-cli", "--lib"], &["every_operation"]),
     (
         &["-p", "distcp", "--test", "it"],
         &["crashes::", "disturbed::", "kills::", "ranks::", "megatron::", "clock"],
@@ -24,7 +24,7 @@ const TESTS: &[(&[&str], &[&str])] = &[
 
 /// Those of the short form.
 const SHORT: &[(&[&str], &[&str])] = &[
-    (&["-p", "dcp-cli", "--bin", "dcp"], &["every_operation::crashes", "cases::to_dcp"]),
+    (&["-p", "dcp-cli", "--lib"], &["every_operation::crashes", "cases::to_dcp"]),
     (&["-p", "distcp", "--test", "it"], &["crashes::", "disturbed::"]),
 ];
 

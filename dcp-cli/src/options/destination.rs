@@ -1,11 +1,12 @@
 //! Options of commands that write a checkpoint in any format.
 
+use std::any::TypeId;
 use std::ffi::OsStr;
 use std::path::PathBuf;
 
-use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
+use clap::{Args, Command};
 use dcp::DType;
 use dcp::checkpoint::{self, Format, Rollback};
 
@@ -13,26 +14,31 @@ use super::parse::{parse_bytes, parse_dtype};
 use super::torch_dist::TorchDist;
 use super::writing::Writing;
 
-/// Reads the name of a format, as the library does.
-#[derive(Clone)]
-struct FormatParser;
+/// Reads the name of a format, as the library does; also those of registered formats.
+#[derive(Clone, Default)]
+struct FormatParser {
+    registered: Vec<&'static str>,
+}
 
 impl TypedValueParser for FormatParser {
     type Value = Format;
 
     fn parse_ref(
         &self,
-        cmd: &clap::Command,
+        cmd: &Command,
         arg: Option<&clap::Arg>,
         value: &OsStr,
     ) -> Result<Format, clap::Error> {
         let name = value.to_string_lossy();
+        if let Some(name) = self.registered.iter().find(|registered| **registered == name) {
+            return Ok(Format::Registered(name));
+        }
         name.parse().map_err(|error: checkpoint::Error| {
             if error.kind() == checkpoint::ErrorKind::Undecided {
                 let message = format!("{error}: {}\n", error.hint().unwrap_or_default());
                 return clap::Error::raw(ErrorKind::InvalidValue, message).with_cmd(cmd);
             }
-            let names = PossibleValuesParser::new(possible_values());
+            let names = PossibleValuesParser::new(self.values());
             match names.parse_ref(cmd, arg, value) {
                 Err(error) => error,
                 Ok(_) => clap::Error::raw(ErrorKind::InvalidValue, format!("{error}\n")),
@@ -41,21 +47,37 @@ impl TypedValueParser for FormatParser {
     }
 
     fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
-        Some(Box::new(possible_values()))
+        Some(Box::new(self.values()))
     }
 }
 
-fn possible_values() -> impl Iterator<Item = PossibleValue> {
-    Format::ALL
-        .into_iter()
-        .map(|format| PossibleValue::new(format.name()).help(format.description()))
+impl FormatParser {
+    fn values(&self) -> impl Iterator<Item = PossibleValue> {
+        let registered = self.registered.iter().map(|name| Format::Registered(name));
+        let all = Format::ALL.into_iter().chain(registered);
+        all.map(|format| PossibleValue::new(format.name()).help(format.description()))
+    }
+}
+
+/// Lets `--to` of every command of `program` take the names of `registered` formats.
+pub(crate) fn with_targets(program: Command, registered: &[&'static str]) -> Command {
+    if registered.is_empty() {
+        return program;
+    }
+    let parser = FormatParser { registered: registered.to_vec() };
+    program.mut_subcommands(|command| {
+        command.mut_args(|arg| match arg.get_value_parser().type_id() == TypeId::of::<Format>() {
+            true => arg.value_parser(parser.clone()),
+            false => arg,
+        })
+    })
 }
 
 /// How a checkpoint is written.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Destination {
     /// The format to write; by default what the name of the target says.
-    #[arg(long, value_name = "FORMAT", value_parser = FormatParser)]
+    #[arg(long, value_name = "FORMAT", value_parser = FormatParser::default())]
     to: Option<Format>,
 
     /// How many ranks to write for; each gets a file. For dcp.

@@ -9,7 +9,7 @@ mod parse;
 mod torch_dist;
 mod writing;
 
-pub(crate) use destination::Destination;
+pub(crate) use destination::{Destination, with_targets};
 pub(crate) use global::Global;
 pub(crate) use keys::{KeyOptions, OptimizerKeys, parse_rename};
 pub(crate) use mapping::Arch;

@@ -27,6 +27,7 @@ mod megatron_convert;
 mod megatron_damaged;
 mod memory;
 mod overlap;
+mod plugins;
 mod prune;
 mod report;
 mod reshard;

@@ -1,0 +1,187 @@
+//! The entry point of the command, with the plug-ins of a build.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use clap::{CommandFactory, FromArgMatches};
+use dcp::StorageRegistry;
+use dcp::core::format::CheckpointFormat;
+use dcp::core::text::Quoted;
+use dcp::trace::TraceRecorder;
+
+use crate::cli::{Cli, Command};
+use crate::command;
+use crate::failure::{Exit, Failure};
+use crate::options::with_targets;
+use crate::output::style::Style;
+use crate::output::{self, error_report};
+use crate::plugins::Plugins;
+use crate::session::Session;
+
+/// The `dcp` command, with the storages and formats of plug-ins in addition to its own.
+///
+/// ```
+/// use std::process::ExitCode;
+/// use std::sync::Arc;
+///
+/// use dcp_cli::CommandLine;
+/// # use dcp_conformance::MemoryStorage;
+///
+/// // `main` of a program ends with `run()`, which takes the arguments of the process.
+/// let code = CommandLine::new()
+///     .storages(|storages| storages.register("tape", |_| Ok(Arc::new(MemoryStorage::new()))))
+///     .run_with(["dcp", "ls", "tape://7/runs"]);
+/// assert_eq!(code, ExitCode::SUCCESS);
+/// ```
+#[must_use = "it does nothing until it runs"]
+#[derive(Debug, Default)]
+pub struct CommandLine {
+    plugins: Plugins,
+}
+
+impl CommandLine {
+    /// The command as `dcp` is published: the storages and formats of this project.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Registers URL schemes, their settings and locators. A scheme that is there already is
+    /// replaced. Every option that applies to URLs, such as `--cache-dir` and `--trace`, applies to
+    /// those of plug-ins.
+    pub fn storages<F>(mut self, register: F) -> Self
+    where
+        F: Fn(&mut StorageRegistry) + Send + Sync + 'static,
+    {
+        self.plugins.storages.push(Box::new(register));
+        self
+    }
+
+    /// Registers a format: every command recognizes its checkpoints, and `--to` takes its
+    /// [name](dcp::core::format::FormatInfo::name) if it is a
+    /// [target](CheckpointFormat::target). A format of the same name is replaced.
+    pub fn format(mut self, format: Arc<dyn CheckpointFormat>) -> Self {
+        self.plugins.add_format(format);
+        self
+    }
+
+    /// Runs the command with the arguments of the process. The exit code is that of `dcp --help`.
+    ///
+    /// The first SIGINT, SIGTERM or SIGHUP stops a command that writes and removes what it has
+    /// written; the second one ends the process.
+    #[must_use]
+    pub fn run(self) -> ExitCode {
+        self.run_with(std::env::args_os())
+    }
+
+    /// Runs the command with these arguments, of which the first is the name of the program.
+    #[must_use]
+    pub fn run_with<A>(self, args: impl IntoIterator<Item = A>) -> ExitCode
+    where
+        A: Into<OsString>,
+    {
+        let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+        let parsed = program(&self.plugins).try_get_matches_from(&args).and_then(|matches| {
+            let json = matches.subcommand().is_some_and(|(_, of_command)| {
+                matches!(of_command.try_get_one::<bool>("json"), Ok(Some(true)))
+            });
+            let name = matches.subcommand_name().unwrap_or_default().to_owned();
+            Ok((Cli::from_arg_matches(&matches)?, json, name))
+        });
+        let (cli, json, name) = match parsed {
+            Ok(parsed) => parsed,
+            Err(error) if error.use_stderr() && asks_for_json(&args) => {
+                return error_report::print_json(&Failure::of_arguments(&error));
+            }
+            Err(error) => {
+                // A closed terminal changes nothing.
+                let _ = error.print();
+                return if error.use_stderr() {
+                    ExitCode::from(Exit::Usage as u8)
+                } else {
+                    ExitCode::SUCCESS
+                };
+            }
+        };
+        let errors = Style::for_stream(cli.global.color, &std::io::stderr());
+        match run(cli, &name, &self.plugins) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(failure) if failure.is_broken_pipe() => ExitCode::SUCCESS,
+            Err(failure) if json => error_report::print_json(&failure),
+            Err(failure) => error_report::print(&failure, errors),
+        }
+    }
+}
+
+/// The arguments and their help.
+fn program(plugins: &Plugins) -> clap::Command {
+    with_targets(Cli::command(), plugins.targets())
+}
+
+/// Whether `--json` is among arguments that could not be understood.
+fn asks_for_json(args: &[OsString]) -> bool {
+    args.iter().take_while(|arg| *arg != "--").any(|arg| arg == "--json")
+}
+
+/// Runs a parsed command.
+pub(crate) fn run(cli: Cli, name: &str, plugins: &Plugins) -> Result<(), Failure> {
+    log(cli.global.verbose);
+    let Some(file) = cli.global.trace.clone() else {
+        return command(cli.command, plugins, &Session::new(cli.global, None, plugins)?);
+    };
+    let not_recorded = |error: std::io::Error| {
+        Failure::new(
+            Exit::Io,
+            format!("cannot write the trace {}", Quoted(&file.display().to_string())),
+        )
+        .because(vec![error.to_string()])
+    };
+    let recorder = TraceRecorder::create(&file).map_err(not_recorded)?;
+    let span = recorder.span(0, &format!("dcp {name}"));
+    let done = command(cli.command, plugins, &Session::new(cli.global, Some(&recorder), plugins)?);
+    drop(span);
+    let recorded = recorder.finish().map_err(not_recorded);
+    done.and(recorded)
+}
+
+fn command(command: Command, plugins: &Plugins, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
+    match command {
+        Command::Ls(args) => command::ls(&args, session),
+        Command::Inspect(args) => command::inspect(&args, session),
+        Command::Verify(args) => command::verify(&args, session),
+        Command::Get(args) => command::get(&args, session),
+        Command::Stats(args) => command::stats(&args, session),
+        Command::Diff(args) => command::diff(&args, session),
+        Command::Convert(args) => command::convert(&args, session),
+        Command::Copy(args) => command::copy(&args, session),
+        Command::Reshard(args) => command::reshard(&args, session),
+        Command::Average(args) => command::average(&args, session),
+        Command::Merge(args) => command::merge(&args, session),
+        Command::Prune(args) => command::prune(&args, session),
+        Command::Unshard(args) => command::unshard(&args, session),
+        Command::RewriteMetadata(args) => command::rewrite_metadata(&args, session),
+        Command::Report(args) => command::report(&args, session),
+        Command::Trace(args) => command::trace(&args, session),
+        Command::Arch(args) => command::arch(&args, out),
+        Command::Man(args) => command::man(&args, program(plugins), session),
+        Command::Completions(args) => command::completions(&args, program(plugins), out),
+    }
+}
+
+/// Events of the libraries, on stderr: `-v` and `-vv`, or what `DCP_LOG` requests.
+fn log(verbose: u8) {
+    let requested = std::env::var("DCP_LOG").ok().filter(|filter| !filter.is_empty());
+    let filter = match (verbose, requested) {
+        (0, None) => return,
+        (0, Some(filter)) => filter,
+        (1, _) => "info".to_owned(),
+        (_, _) => "debug".to_owned(),
+    };
+    // A program that has a subscriber keeps it.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(false)
+        .with_writer(|| output::Log)
+        .try_init();
+}

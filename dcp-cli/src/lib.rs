@@ -1,0 +1,15 @@
+#![doc = include_str!("../README.md")]
+
+mod cli;
+mod command;
+mod command_line;
+#[cfg(test)]
+mod every_operation;
+mod failure;
+mod interrupt;
+mod options;
+mod output;
+mod plugins;
+mod session;
+
+pub use command_line::CommandLine;

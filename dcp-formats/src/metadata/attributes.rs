@@ -5,7 +5,7 @@ use std::cell::Cell;
 use dcp_core::{Dims, FormatError};
 
 use super::class::{Class, describe};
-use crate::pickle::{Node, NodeId, Pickle};
+use crate::pickle::{Field, Node, NodeId, Pickle};
 
 /// A pickle whose globals are classified.
 #[derive(Debug)]
@@ -30,11 +30,38 @@ pub(super) struct Attributes<'p> {
     entries: &'p [NodeId],
 }
 
+/// Attributes by their names, which mostly are the same nodes in all instances of a class.
+#[derive(Debug)]
+pub(super) struct Wanted<const N: usize> {
+    names: [&'static str; N],
+    nodes: [Cell<Option<NodeId>>; N],
+}
+
+impl<const N: usize> Wanted<N> {
+    pub(super) fn new(names: [&'static str; N]) -> Self {
+        Self { names, nodes: [const { Cell::new(None) }; N] }
+    }
+
+    /// The position of the attribute that this node names.
+    fn position(&self, pickle: &Pickle<'_>, name: NodeId) -> Option<usize> {
+        if let Some(known) = self.nodes.iter().position(|node| node.get() == Some(name)) {
+            return Some(known);
+        }
+        let text = pickle.str(name)?;
+        let position = self.names.iter().position(|name| *name == text)?;
+        self.nodes.get(position)?.set(Some(name));
+        Some(position)
+    }
+}
+
 impl<'p, 'a> Graph<'p, 'a> {
     pub(super) fn new(pickle: &'p Pickle<'a>) -> Self {
         let classes =
             pickle.globals().iter().map(|global| Class::of(&global.module, &global.name)).collect();
+        // A record stands for this many nodes and references, or more.
+        let records = pickle.record_count().saturating_mul(12);
         let size = pickle.node_count().saturating_add(pickle.reference_count());
+        let size = size.saturating_add(records);
         Self { pickle, classes, allowance: Cell::new(size.saturating_mul(ALLOWANCE)) }
     }
 
@@ -59,6 +86,9 @@ impl<'p, 'a> Graph<'p, 'a> {
 
     /// The class of an object node.
     pub(super) fn class(&self, id: NodeId) -> Option<Class> {
+        if let Some(record) = self.pickle.record(id) {
+            return self.meaning(record.class());
+        }
         let object = self.pickle.object(id)?;
         let class = match self.pickle.global_name(object.class) {
             // Protocols 0 and 1 create instances through this function.
@@ -98,6 +128,43 @@ impl<'p, 'a> Graph<'p, 'a> {
         Ok(Attributes { entries })
     }
 
+    /// Some attributes of an instance of a class that may have records: the first value of each.
+    pub(super) fn parts<const N: usize>(
+        &self,
+        id: NodeId,
+        class: Class,
+        wanted: &Wanted<N>,
+        what: impl Fn() -> String,
+    ) -> Result<[Option<Field<'a>>; N], FormatError> {
+        let mut parts = [None; N];
+        let Some(record) = self.pickle.record(id) else {
+            let attributes = self.instance(id, class, &what())?;
+            for (part, name) in parts.iter_mut().zip(wanted.names) {
+                *part = self.attribute(attributes, name).map(Field::Node);
+            }
+            return Ok(parts);
+        };
+        if self.meaning(record.class()) != Some(class) {
+            return Err(self.unexpected(&what(), id));
+        }
+        self.pickle.each_field(record, |name, field| {
+            let position = wanted.position(self.pickle, name);
+            if let Some(part) = position.and_then(|position| parts.get_mut(position)) {
+                part.get_or_insert(field);
+            }
+        });
+        Ok(parts)
+    }
+
+    /// Whether an attribute is missing or `None`.
+    pub(super) fn is_none(&self, field: Option<Field<'_>>) -> bool {
+        match field {
+            None | Some(Field::None) => true,
+            Some(Field::Node(id)) => matches!(self.pickle.node(id), Node::None),
+            Some(_) => false,
+        }
+    }
+
     /// The value of an attribute.
     pub(super) fn attribute(&self, attributes: Attributes<'p>, name: &str) -> Option<NodeId> {
         let entries = attributes.entries.as_chunks::<2>().0;
@@ -112,7 +179,7 @@ impl<'p, 'a> Graph<'p, 'a> {
         name: &str,
         what: &str,
     ) -> Result<NodeId, FormatError> {
-        self.attribute(attributes, name).ok_or_else(|| bad(format!("{what} has no {name:?}")))
+        self.attribute(attributes, name).ok_or_else(|| missing(what, name))
     }
 
     /// The items of a dict; none for `None`.
@@ -128,6 +195,53 @@ impl<'p, 'a> Graph<'p, 'a> {
         let text = self.pickle.str(id).ok_or_else(|| self.unexpected(what, id))?;
         self.spend(text.len() / TEXT_UNIT)?;
         Ok(text)
+    }
+
+    /// The text of a field, which the input has or a node.
+    pub(super) fn field_str(&self, field: Field<'p>, what: &str) -> Result<&'p str, FormatError> {
+        match field {
+            Field::Node(id) => self.str(id, what),
+            Field::Str(text) => {
+                self.spend(text.len() / TEXT_UNIT)?;
+                Ok(text)
+            }
+            _ => Err(bad(format!("{what} is not a str"))),
+        }
+    }
+
+    /// The integer of a field.
+    pub(super) fn field_int(&self, field: Field<'_>) -> Option<i64> {
+        match field {
+            Field::Int(n) => Some(n),
+            Field::Node(id) => self.pickle.int(id),
+            _ => None,
+        }
+    }
+
+    pub(super) fn field_uint(&self, field: Field<'_>, what: &str) -> Result<u64, FormatError> {
+        match field {
+            Field::Node(id) => self.uint(id, what),
+            Field::Int(n) => u64::try_from(n).map_err(|_| bad(format!("{what} is negative ({n})"))),
+            _ => Err(bad(format!("{what} is no int"))),
+        }
+    }
+
+    /// Appends the sizes or offsets of a field.
+    pub(super) fn field_dims(
+        &self,
+        field: Field<'_>,
+        what: &str,
+        out: &mut Vec<u64>,
+    ) -> Result<(), FormatError> {
+        match field {
+            Field::Node(id) => self.dims(id, what, out),
+            Field::Size(sizes) => {
+                self.spend(sizes.len)?;
+                out.extend(sizes.numbers());
+                Ok(())
+            }
+            _ => Err(bad(format!("{what} is no torch.Size"))),
+        }
     }
 
     pub(super) fn uint(&self, id: NodeId, what: &str) -> Result<u64, FormatError> {
@@ -186,6 +300,11 @@ impl<'p, 'a> Graph<'p, 'a> {
     pub(super) fn unexpected(&self, what: &str, id: NodeId) -> FormatError {
         bad(format!("{what} is {}", describe(self.pickle, id)))
     }
+}
+
+/// The error of an instance without an attribute.
+pub(super) fn missing(what: &str, name: &str) -> FormatError {
+    bad(format!("{what} has no {name:?}"))
 }
 
 pub(super) fn bad(problem: impl Into<String>) -> FormatError {

@@ -31,6 +31,12 @@ pub(super) enum Class {
 }
 
 impl Class {
+    /// Whether an index has so many instances of a class, by module and name, that they are read as
+    /// records.
+    pub(super) fn has_records(module: &str, name: &str) -> bool {
+        matches!(Self::of(module, name), Self::Chunk | Self::Index | Self::StorageInfo)
+    }
+
     pub(super) fn of(module: &str, name: &str) -> Self {
         match (module, name) {
             (METADATA, "Metadata") | (MEGATRON, "MCoreMetadata") => Self::Metadata,

@@ -8,7 +8,7 @@ use dcp_core::{CheckpointMetadata, DType, FormatError};
 use super::attributes::bad;
 use super::class::{FILESYSTEM, METADATA, OLMO_FILESYSTEM, SHARDED_METADATA};
 use super::profile::Profile;
-use crate::pickle::Writer;
+use crate::pickle::{Repeated, Writer};
 
 /// Encodes an index as a `.metadata`, a pickle of protocol 2.
 ///
@@ -31,6 +31,36 @@ struct Encoder<'m> {
     profile: Profile,
 }
 
+/// What is written for every chunk and place.
+struct Names {
+    size: Repeated,
+    chunk: Repeated,
+    index: Repeated,
+    info: Repeated,
+    chunk_attributes: [Repeated; 2],
+    index_attributes: [Repeated; 3],
+    info_attributes: [Repeated; 4],
+    /// By the numbers of files.
+    files: Vec<Repeated>,
+}
+
+impl Names {
+    fn new(metadata: &CheckpointMetadata, profile: Profile) -> Self {
+        let filesystem = if profile.is_olmo() { OLMO_FILESYSTEM } else { FILESYSTEM };
+        Self {
+            size: Repeated::global("torch", "Size"),
+            chunk: Repeated::global(METADATA, "ChunkStorageMetadata"),
+            index: Repeated::global(METADATA, "MetadataIndex"),
+            info: Repeated::global(filesystem, "_StorageInfo"),
+            chunk_attributes: ["offsets", "sizes"].map(Repeated::constant),
+            index_attributes: ["fqn", "index", "offset"].map(Repeated::constant),
+            info_attributes: ["relative_path", "offset", "length", "transform_descriptors"]
+                .map(Repeated::constant),
+            files: metadata.files().iter().map(|file| Repeated::constant(file.as_str())).collect(),
+        }
+    }
+}
+
 /// An entry of `storage_data`: FQN, position and offsets of the chunk, placement.
 struct Place<'m> {
     fqn: &'m std::sync::Arc<str>,
@@ -42,6 +72,7 @@ impl Encoder<'_> {
     fn whole(&mut self) -> Result<(), FormatError> {
         let (metadata, profile) = (self.metadata, self.profile);
         let places = places(metadata)?;
+        let mut names = Names::new(metadata, profile);
         let mut attributes = vec!["state_dict_metadata", "planner_data", "storage_data"];
         if profile.has_origin() {
             attributes.push("storage_meta");
@@ -55,12 +86,12 @@ impl Encoder<'_> {
             match name {
                 "state_dict_metadata" => writer.dict(metadata.iter(), |writer, (fqn, entry)| {
                     writer.shared_str(fqn);
-                    put_entry(writer, profile, entry)
+                    put_entry(writer, &mut names, profile, entry)
                 }),
                 "planner_data" => put_paths(writer, metadata),
                 "storage_data" => writer.dict(places.iter(), |writer, place| {
-                    put_index(writer, place)?;
-                    put_info(writer, profile, metadata, place)
+                    put_index(writer, &mut names, place)?;
+                    put_info(writer, &mut names, profile, metadata, place)
                 }),
                 "storage_meta" => put_origin(writer, metadata),
                 _ => {
@@ -81,6 +112,12 @@ impl Encoder<'_> {
 
 fn instance(writer: &mut Writer, module: &str, class: &str) {
     writer.global(module, class);
+    writer.empty_tuple();
+    writer.new_object();
+}
+
+fn repeated_instance(writer: &mut Writer, class: &mut Repeated) {
+    writer.repeated(class);
     writer.empty_tuple();
     writer.new_object();
 }
@@ -106,7 +143,12 @@ fn places(metadata: &CheckpointMetadata) -> Result<Vec<Place<'_>>, FormatError> 
     Ok(places)
 }
 
-fn put_entry(writer: &mut Writer, profile: Profile, entry: &Entry) -> Result<(), FormatError> {
+fn put_entry(
+    writer: &mut Writer,
+    names: &mut Names,
+    profile: Profile,
+    entry: &Entry,
+) -> Result<(), FormatError> {
     let Entry::Tensor(tensor) = entry else {
         instance(writer, METADATA, "BytesStorageMetadata");
         return Ok(());
@@ -116,13 +158,14 @@ fn put_entry(writer: &mut Writer, profile: Profile, entry: &Entry) -> Result<(),
         writer.constant(name);
         match name {
             "properties" => put_properties(writer, profile, tensor),
-            "size" => put_size(writer, &tensor.shape),
+            "size" => put_size(writer, &mut names.size, &tensor.shape),
             _ => writer.list(tensor.chunks.iter(), |writer, chunk| {
-                instance(writer, METADATA, "ChunkStorageMetadata");
-                let attributes = [("offsets", chunk.offsets), ("sizes", chunk.sizes)];
-                writer.dict(attributes.into_iter(), |writer, (name, dims)| {
-                    writer.constant(name);
-                    put_size(writer, dims)
+                repeated_instance(writer, &mut names.chunk);
+                let dims = [chunk.offsets, chunk.sizes];
+                let attributes = names.chunk_attributes.iter_mut().zip(dims);
+                writer.dict(attributes, |writer, (name, dims)| {
+                    writer.repeated(name);
+                    put_size(writer, &mut names.size, dims)
                 })?;
                 writer.build();
                 Ok(())
@@ -182,8 +225,8 @@ fn one(writer: &mut Writer, item: impl FnOnce(&mut Writer)) {
 }
 
 /// Writes a `torch.Size`.
-fn put_size(writer: &mut Writer, dims: &[u64]) -> Result<(), FormatError> {
-    writer.global("torch", "Size");
+fn put_size(writer: &mut Writer, size: &mut Repeated, dims: &[u64]) -> Result<(), FormatError> {
+    writer.repeated(size);
     one(writer, |writer| writer.uint_tuple(dims));
     writer.call();
     Ok(())
@@ -212,18 +255,16 @@ fn put_paths(writer: &mut Writer, metadata: &CheckpointMetadata) -> Result<(), F
     })
 }
 
-fn put_index(writer: &mut Writer, place: &Place<'_>) -> Result<(), FormatError> {
-    instance(writer, METADATA, "MetadataIndex");
-    let attributes: &[&str] = match place.chunk {
-        Some(_) => &["fqn", "index", "offset"],
-        None => &["fqn", "index"],
-    };
-    writer.dict(attributes.iter(), |writer, name| {
-        writer.constant(name);
-        match (*name, place.chunk) {
-            ("fqn", _) => writer.shared_str(place.fqn),
-            ("index", Some((n, _))) => writer.uint(n as u64),
-            ("offset", Some((_, offsets))) => return put_size(writer, offsets),
+fn put_index(writer: &mut Writer, names: &mut Names, place: &Place<'_>) -> Result<(), FormatError> {
+    repeated_instance(writer, &mut names.index);
+    let len = if place.chunk.is_some() { 3 } else { 2 };
+    let attributes = names.index_attributes.iter_mut().take(len).enumerate();
+    writer.dict(attributes, |writer, (at, name)| {
+        writer.repeated(name);
+        match (at, place.chunk) {
+            (0, _) => writer.shared_str(place.fqn),
+            (1, Some((n, _))) => writer.uint(n as u64),
+            (2, Some((_, offsets))) => return put_size(writer, &mut names.size, offsets),
             _ => writer.none(),
         }
         Ok(())
@@ -234,35 +275,36 @@ fn put_index(writer: &mut Writer, place: &Place<'_>) -> Result<(), FormatError> 
 
 fn put_info(
     writer: &mut Writer,
+    names: &mut Names,
     profile: Profile,
     metadata: &CheckpointMetadata,
     place: &Place<'_>,
 ) -> Result<(), FormatError> {
     let (fqn, placement) = (place.fqn, &place.placement);
-    let file = metadata.file(placement.file);
+    let file = names.files.get_mut(placement.file.index());
     let file = file.ok_or_else(|| bad(format!("the file of {fqn:?} has no name")))?;
     let encoding = metadata
         .encoding(placement)
         .filter(|encoding| encoding.layout == Layout::TorchArchive)
         .ok_or_else(|| bad(format!("{fqn:?} is not stored as PyTorch's archives")))?;
-    let olmo = profile.is_olmo();
-    instance(writer, if olmo { OLMO_FILESYSTEM } else { FILESYSTEM }, "_StorageInfo");
-    let mut attributes = vec!["relative_path", "offset", "length"];
+    repeated_instance(writer, &mut names.info);
+    let mut len = 3;
     if let Some(transform) = encoding.transforms.first() {
-        if olmo {
+        if profile.is_olmo() {
             let problem = format!(
                 "{fqn:?} is stored through {transform:?}, which OLMo-core has no way to undo"
             );
             return Err(bad(problem));
         }
-        attributes.push("transform_descriptors");
+        len = 4;
     }
-    writer.dict(attributes.into_iter(), |writer, name| {
-        writer.constant(name);
-        match name {
-            "relative_path" => writer.constant(file.as_str()),
-            "offset" => writer.uint(placement.byte_offset),
-            "length" => writer.uint(placement.byte_len),
+    let attributes = names.info_attributes.iter_mut().take(len).enumerate();
+    writer.dict(attributes, |writer, (at, name)| {
+        writer.repeated(name);
+        match at {
+            0 => writer.repeated(file),
+            1 => writer.uint(placement.byte_offset),
+            2 => writer.uint(placement.byte_len),
             _ => {
                 return writer.list(encoding.transforms.iter(), |writer, transform| {
                     writer.constant(transform);

@@ -3,6 +3,9 @@
 use std::borrow::Cow;
 use std::num::NonZeroU32;
 
+use super::memo::Memo;
+use super::record::Record;
+
 /// The number of a node in a [`Pickle`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeId(NonZeroU32);
@@ -53,6 +56,9 @@ pub enum Node<'a> {
     /// way.
     Persistent(NodeId),
 }
+
+/// The number of the first record among objects, far more than a pickle's memory has room for.
+pub(super) const RECORDS: u32 = 1 << 31;
 
 /// The children of a node: a range of node numbers.
 #[derive(Clone, Copy, Debug, Default)]
@@ -114,6 +120,11 @@ pub struct Pickle<'a> {
     pub(super) root: NodeId,
     pub(super) byte_len: usize,
     pub(super) protocol: u8,
+    /// What records refer to; both are empty without records.
+    pub(super) input: &'a [u8],
+    pub(super) memo: Memo,
+    /// Instances whose attributes stay encoded, as [`Node::Object`]s from [`RECORDS`] on.
+    pub(super) records: Vec<Record>,
 }
 
 impl NodeId {
@@ -178,6 +189,11 @@ impl<'a> Pickle<'a> {
     #[must_use]
     pub fn reference_count(&self) -> usize {
         self.pool.len()
+    }
+
+    /// The number of records.
+    pub(crate) fn record_count(&self) -> usize {
+        self.records.len()
     }
 
     /// A node. Returns Python's `None` for a number of another pickle.

@@ -34,12 +34,17 @@ impl<'a> Cursor<'a> {
         self.input.len()
     }
 
+    /// What follows the position.
+    pub(super) fn rest(&self) -> &'a [u8] {
+        self.input.get(self.at..).unwrap_or_default()
+    }
+
     pub(super) fn bad(&self, problem: impl Into<String>) -> FormatError {
         FormatError::new("pickle", problem).at(self.at as u64)
     }
 
     pub(super) fn take(&mut self, len: usize) -> Result<&'a [u8], FormatError> {
-        let rest = self.input.get(self.at..).unwrap_or_default();
+        let rest = self.rest();
         let taken = rest
             .get(..len)
             .ok_or_else(|| self.bad(format!("{len} bytes are claimed, {} are left", rest.len())))?;
@@ -76,7 +81,7 @@ impl<'a> Cursor<'a> {
 
     /// Reads text up to a line feed, which is consumed but not returned.
     pub(super) fn line(&mut self) -> Result<&'a [u8], FormatError> {
-        let rest = self.input.get(self.at..).unwrap_or_default();
+        let rest = self.rest();
         let len = rest
             .iter()
             .position(|byte| *byte == b'\n')

@@ -8,7 +8,7 @@ use super::arena::{Construction, Node, NodeId, Pickle, Span};
 use super::cursor::{long, raw_unicode_escape, unquote};
 use super::limits::Limits;
 use super::opcode as op;
-use super::stack::Machine;
+use super::stack::{IsRecord, Machine};
 
 const HIGHEST_PROTOCOL: u8 = 5;
 
@@ -21,20 +21,37 @@ impl<'a> Pickle<'a> {
     /// fails in Python too, exceeds `limits`, or needs data outside the file: out-of-band buffers
     /// or extension codes of the `copyreg` registry.
     pub fn parse(input: &'a [u8], limits: &Limits) -> Result<Self, FormatError> {
-        let mut machine = Machine::new(input, limits);
+        Machine::new(input, limits).run()
+    }
+
+    /// Parses as [`parse`](Self::parse) does, with [`Record`](super::Record)s in place of the
+    /// instances of the classes that `is_record` accepts, where they have nothing but plain fields.
+    ///
+    /// # Errors
+    ///
+    /// As [`parse`](Self::parse), and where a value inside a record is referred to from outside.
+    pub(crate) fn parse_with_records(
+        input: &'a [u8],
+        limits: &Limits,
+        is_record: IsRecord,
+    ) -> Result<Self, FormatError> {
+        Machine::new(input, limits).with_records(is_record).run()
+    }
+}
+
+impl<'a> Machine<'a> {
+    fn run(mut self) -> Result<Pickle<'a>, FormatError> {
         loop {
-            let at = machine.cursor.position();
-            match machine.step().and_then(|root| machine.check_memory().map(|()| root)) {
+            let at = self.cursor.position();
+            match self.step().and_then(|root| self.check_memory().map(|()| root)) {
                 Ok(None) => {}
-                Ok(Some(root)) => return Ok(machine.finish(root)),
+                Ok(Some(root)) => return Ok(self.finish(root)),
                 // The offset of the opcode is more useful than that of its operand.
                 Err(error) => return Err(error.at(at as u64)),
             }
         }
     }
-}
 
-impl Machine<'_> {
     /// Executes one opcode. Returns the result at `STOP`.
     fn step(&mut self) -> Result<Option<NodeId>, FormatError> {
         match self.cursor.u8()? {
@@ -223,7 +240,7 @@ impl Machine<'_> {
                 let index = u32::from_le_bytes(self.cursor.array()?);
                 self.put(index.into())?;
             }
-            op::MEMOIZE => self.put(self.memo_len as u64)?,
+            op::MEMOIZE => self.put(self.memo.len() as u64)?,
             op::GET => {
                 let index = self.cursor.memo_index()?;
                 self.get(index)?;

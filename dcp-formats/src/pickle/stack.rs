@@ -5,14 +5,21 @@ use std::collections::HashMap;
 
 use dcp_core::FormatError;
 
-use super::arena::{Construction, GlobalName, Node, NodeId, ObjectNode, Pickle, Rare, Span};
+use super::arena::{
+    Construction, GlobalName, Node, NodeId, ObjectNode, Pickle, RECORDS, Rare, Span,
+};
 use super::cursor::{Cursor, Integer};
 use super::limits::Limits;
+use super::memo::Memo;
 use super::names::to_python3;
+use super::opcode as op;
 
 /// The maximum length in bytes of a module's name, and of a name in it. Real ones have a tenth of
 /// it; each occurrence is looked up.
 const NAME_MAX: usize = 1 << 10;
+
+/// Whether instances of a class, by module and name, are records.
+pub(super) type IsRecord = fn(&str, &str) -> bool;
 
 pub(super) struct Machine<'a> {
     pub(super) cursor: Cursor<'a>,
@@ -21,8 +28,11 @@ pub(super) struct Machine<'a> {
     pub(super) stack: Vec<NodeId>,
     /// The length of the stack at each open `MARK`.
     pub(super) marks: Vec<usize>,
-    pub(super) memo: Vec<Option<NodeId>>,
-    pub(super) memo_len: usize,
+    pub(super) memo: Memo,
+    /// Which classes have records; none where instances are made of nodes.
+    is_record: Option<IsRecord>,
+    /// Whether each class has them, by the number of the global.
+    record_classes: Vec<bool>,
     pub(super) by_name: HashMap<GlobalName<'a>, NodeId>,
     pub(super) out: Pickle<'a>,
     pub(super) constants: Constants,
@@ -47,8 +57,9 @@ impl<'a> Machine<'a> {
             memory: limits.memory(input.len()),
             stack: Vec::new(),
             marks: Vec::new(),
-            memo: Vec::new(),
-            memo_len: 0,
+            memo: Memo::default(),
+            is_record: None,
+            record_classes: Vec::new(),
             by_name: HashMap::new(),
             out: Pickle {
                 nodes,
@@ -59,6 +70,9 @@ impl<'a> Machine<'a> {
                 root: NodeId::NONE,
                 byte_len: 0,
                 protocol: 0,
+                input: &[],
+                memo: Memo::default(),
+                records: Vec::new(),
             },
             constants: Constants {
                 yes: constant(1),
@@ -69,9 +83,17 @@ impl<'a> Machine<'a> {
         }
     }
 
+    /// Makes records of instances of these classes.
+    pub(super) fn with_records(mut self, is_record: IsRecord) -> Self {
+        self.is_record = Some(is_record);
+        self.out.input = self.cursor.rest();
+        self
+    }
+
     pub(super) fn finish(mut self, root: NodeId) -> Pickle<'a> {
         self.out.root = root;
         self.out.byte_len = self.cursor.position();
+        self.out.memo = self.memo;
         self.out
     }
 
@@ -82,11 +104,12 @@ impl<'a> Machine<'a> {
             + size_of_val(&*out.pool)
             + size_of_val(&*out.objects)
             + size_of_val(&*out.rare)
+            + size_of_val(&*out.records)
             // Counted again for the table by name.
             + 3 * size_of_val(&*out.globals)
             + size_of_val(&*self.stack)
             + size_of_val(&*self.marks)
-            + size_of_val(&*self.memo);
+            + self.memo.memory();
         if taken as u64 > self.memory {
             return Err(self.too_much());
         }
@@ -311,25 +334,46 @@ impl<'a> Machine<'a> {
         let Some(index) = index else {
             return Err(self.cursor.bad("a memo index is larger than the pickle is long"));
         };
-        if index >= self.memo.len() {
-            if (size_of::<Option<NodeId>>() as u64).saturating_mul(index as u64) > self.memory {
-                return Err(self.too_much());
-            }
-            self.memo.resize(index + 1, None);
+        if self.is_record.is_some() && index < self.memo.end() {
+            return Err(self.cursor.bad("a memo index is set twice, to which records may refer"));
         }
-        if let Some(slot) = self.memo.get_mut(index)
-            && slot.replace(top).is_none()
-        {
-            self.memo_len += 1;
-        }
+        self.memo.set(index, top);
         Ok(())
     }
 
     pub(super) fn get(&mut self, index: u64) -> Result<(), FormatError> {
-        let found = usize::try_from(index).ok().and_then(|index| *self.memo.get(index)?);
+        let found = usize::try_from(index).ok().and_then(|index| self.memo.get(index));
         let id = found.ok_or_else(|| self.cursor.bad(format!("memo {index} is not set")))?;
         self.stack.push(id);
+        if self.is_record.is_some() {
+            self.skip_record(id)?;
+        }
         Ok(())
+    }
+
+    /// Makes a record of the instance that follows its class, if it is one.
+    fn skip_record(&mut self, class: NodeId) -> Result<(), FormatError> {
+        let [op::EMPTY_TUPLE, op::NEWOBJ, ..] = self.cursor.rest() else { return Ok(()) };
+        let Node::Global(number) = *self.out.node(class) else { return Ok(()) };
+        if self.record_classes.get(number as usize) != Some(&true) {
+            return Ok(());
+        }
+        let mut texts = Vec::new();
+        let found = self.out.find_record(class, self.cursor.position(), &self.memo, |at, text| {
+            texts.push((at, text));
+        });
+        let Some(found) = found else { return Ok(()) };
+        self.cursor.take(found.byte_len)?;
+        self.pop()?;
+        for (at, text) in texts {
+            let id = self.add(Node::Str(text))?;
+            self.memo.set(at, id);
+        }
+        self.memo.skip_to(found.memo);
+        let number = u32::try_from(self.out.records.len()).ok().filter(|number| *number < RECORDS);
+        let number = number.ok_or_else(|| self.cursor.bad("it makes too many objects"))?;
+        self.out.records.push(found.record);
+        self.push(Node::Object(RECORDS | number))
     }
 
     pub(super) fn global(
@@ -356,6 +400,9 @@ impl<'a> Machine<'a> {
         let number = u32::try_from(self.out.globals.len())
             .map_err(|_| self.cursor.bad("it names too many classes"))?;
         let id = self.add(Node::Global(number))?;
+        if let Some(is_record) = self.is_record {
+            self.record_classes.push(is_record(&global.module, &global.name));
+        }
         self.out.globals.push(global.clone());
         self.by_name.insert(global, id);
         Ok(id)

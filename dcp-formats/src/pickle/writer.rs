@@ -49,6 +49,26 @@ pub struct Writer {
     too_long: bool,
 }
 
+/// A global or a constant, with its number once it was written.
+#[derive(Debug)]
+pub(crate) struct Repeated {
+    module: Option<&'static str>,
+    name: Box<str>,
+    memo: Option<u32>,
+}
+
+impl Repeated {
+    /// A name to import.
+    pub(crate) fn global(module: &'static str, name: &str) -> Self {
+        Self { module: Some(module), name: name.into(), memo: None }
+    }
+
+    /// A string that is shared by value.
+    pub(crate) fn constant(text: &str) -> Self {
+        Self { module: None, name: text.into(), memo: None }
+    }
+}
+
 impl Default for Writer {
     fn default() -> Self {
         Self::new()
@@ -270,6 +290,29 @@ impl Writer {
         }
         let memo = self.memoize();
         self.by_name.entry(module.into()).or_default().insert(name.into(), memo);
+    }
+
+    /// Writes a global or a constant that is written so often that its number is kept.
+    #[inline]
+    pub(crate) fn repeated(&mut self, text: &mut Repeated) {
+        match text.memo {
+            Some(memo) => self.get(memo),
+            None => self.first(text),
+        }
+    }
+
+    #[cold]
+    fn first(&mut self, text: &mut Repeated) {
+        let (module, name) = match text.module {
+            None => {
+                self.constant(&text.name);
+                text.memo = self.by_value.get(&*text.name).copied();
+                return;
+            }
+            Some(module) => to_python2(module, &text.name),
+        };
+        self.global(text.module.unwrap_or_default(), &text.name);
+        text.memo = self.by_name.get(module).and_then(|names| names.get(name)).copied();
     }
 
     /// Writes `()`.

@@ -8,6 +8,8 @@ mod torch_save_target;
 
 use std::path::Path;
 
+use proptest::prelude::*;
+
 fn replay(target: &str, run: fn(&[u8])) {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(target);
     let mut seeds = 0;
@@ -44,6 +46,68 @@ fn archives() {
 #[test]
 fn indexes() {
     replay("metadata", targets::metadata);
+}
+
+#[test]
+fn indexes_of_every_fixture() {
+    metadata_files().iter().for_each(|bytes| targets::metadata(bytes));
+}
+
+/// The `.metadata` of every fixture that PyTorch wrote.
+fn metadata_files() -> Vec<Vec<u8>> {
+    let names = crate::support::names();
+    let files = names.iter().flat_map(|name| crate::support::metadata_files(name));
+    files.map(|(file, _)| std::fs::read(file).unwrap()).collect()
+}
+
+/// How one byte of an index is damaged.
+#[derive(Clone, Copy, Debug)]
+enum Damage {
+    Replace(u8),
+    Insert(u8),
+    Remove,
+    /// Repeats this many bytes.
+    Repeat(usize),
+}
+
+fn damage() -> impl Strategy<Value = Damage> {
+    // Opcodes of records, so that most bytes mean something.
+    let opcode = prop::sample::select(b"(KMJNXhjqr\x81\x85\x86\x87\x8a\x8c\x94Rtub})]es0".to_vec());
+    prop_oneof![
+        any::<u8>().prop_map(Damage::Replace),
+        opcode.clone().prop_map(Damage::Replace),
+        opcode.prop_map(Damage::Insert),
+        Just(Damage::Remove),
+        (1_usize..200).prop_map(Damage::Repeat),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+
+    /// Records change nothing of what an index says, however damaged it is.
+    #[test]
+    fn damaged_indexes(
+        file in any::<prop::sample::Index>(),
+        damages in prop::collection::vec((any::<prop::sample::Index>(), damage()), 0..4),
+    ) {
+        let mut files = metadata_files();
+        let mut bytes = files.swap_remove(file.index(files.len()));
+        for (at, damage) in damages {
+            let at = at.index(bytes.len());
+            match damage {
+                Damage::Replace(byte) => bytes[at] = byte,
+                Damage::Insert(byte) => bytes.insert(at, byte),
+                Damage::Remove => _ = bytes.remove(at),
+                Damage::Repeat(len) => {
+                    let end = bytes.len().min(at + len);
+                    let again = bytes[at..end].to_vec();
+                    bytes.splice(at..at, again);
+                }
+            }
+        }
+        targets::metadata(&bytes);
+    }
 }
 
 #[test]

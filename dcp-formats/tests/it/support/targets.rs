@@ -10,7 +10,7 @@ use dcp_core::storage::ObjectMeta;
 use dcp_core::{CheckpointMetadata, FormatError, Key, Value};
 use dcp_formats::dcp::Sidecar;
 use dcp_formats::hf::IndexFile;
-use dcp_formats::metadata::{Profile, check_chunks, decode, encode};
+use dcp_formats::metadata::{Decoded, Profile, check_chunks, decode_all, decode_parsed, encode};
 use dcp_formats::pickle::{Converter, Limits, NodeId, PersistentSink, Pickle, Writer, dump};
 use dcp_formats::safetensors::{Header, PREFIX_LEN, ShardingInfo, header_len};
 use dcp_formats::torch_object::{decode_object, encode_object};
@@ -69,7 +69,22 @@ pub fn torch_zip(bytes: &[u8]) {
 }
 
 pub fn metadata(bytes: &[u8]) {
-    let Ok(metadata) = decode(bytes) else { return };
+    let plain = Pickle::parse(bytes, &Limits::DEFAULT).and_then(|pickle| decode_parsed(&pickle));
+    let metadata = match (decode_all(bytes), plain) {
+        (Ok(decoded), Ok(plain)) => {
+            assert_eq!(shown(&decoded), shown(&plain));
+            decoded.metadata
+        }
+        // Records take less memory.
+        (Ok(decoded), Err(error)) => {
+            assert!(error.problem().contains("MiB of memory"), "{error}");
+            decoded.metadata
+        }
+        (Err(error), plain) => {
+            assert_eq!(error.to_string(), plain.unwrap_err().to_string());
+            return;
+        }
+    };
     for (_, entry) in metadata.iter() {
         if let Entry::Tensor(tensor) = entry
             && check_chunks(tensor).is_ok()
@@ -83,10 +98,25 @@ pub fn metadata(bytes: &[u8]) {
     let _ = Profile::of(bytes);
     for profile in [Profile::Compat, Profile::Olmo] {
         if let Ok(again) = encode(&metadata, profile) {
-            decode(&again).unwrap();
+            decode_all(&again).unwrap();
             Profile::of(&again).unwrap();
         }
     }
+}
+
+/// Everything that an index says, in a fixed order.
+fn shown(decoded: &Decoded) -> String {
+    let metadata = &decoded.metadata;
+    let mut shapes: Vec<_> = decoded.original_shapes.iter().collect();
+    shapes.sort();
+    format!(
+        "{:?} {:?} {:?} {:?} {shapes:?} {:?}",
+        metadata.iter().collect::<Vec<_>>(),
+        metadata.files(),
+        metadata.encodings(),
+        metadata.provenance(),
+        decoded.foreign_names,
+    )
 }
 
 pub fn zarr(bytes: &[u8]) {

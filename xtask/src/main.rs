@@ -14,6 +14,7 @@ mod features;
 mod fuzz;
 mod interop;
 mod machine;
+mod mpi;
 mod process;
 mod readme;
 mod shells;
@@ -59,6 +60,7 @@ cargo xtask <command>
   emulators run -- COMMAND            the same for one command
   browser [--keep]                    pages of `dcp report` in headless Chromium
   shells                              completions in fish and zsh, manual pages in groff
+  mpi                                 the crate for MPI, on ranks of Open MPI
   features                            each package and each feature alone, and the plug-in
   torture [--short] [--seeds N] [--json]
                                       disturbs saves and commands at every operation: crashes,
@@ -80,6 +82,7 @@ fn main() -> ExitCode {
         ["api", ref rest @ ..] => api::main(rest),
         ["emulators", ref rest @ ..] => emulators::main(rest),
         ["features"] => features::main(),
+        ["mpi"] => mpi::main(),
         ["browser", ref rest @ ..] => browser::main(rest),
         ["shells"] => shells::main(),
         ["readme"] => readme::main(),

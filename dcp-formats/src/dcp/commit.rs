@@ -318,6 +318,9 @@ pub async fn remove_unreferenced(storage: &dyn Storage, keys: Vec<Key>) {
 /// Removes files to which the current `.metadata` does not refer; none if that cannot be
 /// determined. `.metadata` with the checksum `known` refers to none of them.
 async fn remove_unknown(storage: &dyn Storage, mut keys: Vec<Key>, known: &[u8]) {
+    if keys.is_empty() {
+        return;
+    }
     let now = match current(storage).await {
         Ok(Some(bytes)) if *bytes == *known => None,
         Ok(now) => now,
@@ -333,14 +336,13 @@ async fn remove_unknown(storage: &dyn Storage, mut keys: Vec<Key>, known: &[u8])
             Err(error) => return tracing::warn!(%error, "files that are not needed are left"),
         }
     }
-    remove(storage, keys).await;
+    if !keys.is_empty() {
+        remove(storage, keys).await;
+    }
 }
 
 /// Removes files. What cannot be removed is logged and stays unreferenced.
 async fn remove(storage: &dyn Storage, keys: Vec<Key>) {
-    if keys.is_empty() {
-        return;
-    }
     if let Err(error) = storage.delete(&keys).await {
         tracing::warn!(%error, "cannot remove all files that are no longer needed");
     }

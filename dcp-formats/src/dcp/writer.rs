@@ -15,7 +15,8 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, FormatError, Key, PlanError, Storage, StorageError,
     StorageErrorKind, StorageWriter, Value,
 };
-use futures_util::StreamExt as _;
+use futures_util::TryStreamExt as _;
+use futures_util::future::join;
 
 use super::commit;
 use super::names::{self, METADATA, Named};
@@ -208,7 +209,12 @@ impl StorageWriter for DcpWriter {
     async fn begin(&self) -> Result<SaveSession, CheckpointError> {
         // Before the first read, so that its results stay valid.
         let claim = commit::claim(&*self.storage).await;
-        let metadata = match (commit::current(&*self.storage).await, claim.is_ok()) {
+        let (metadata, files) = join(
+            commit::current(&*self.storage),
+            self.storage.list_files(None).try_collect::<Vec<_>>(),
+        )
+        .await;
+        let metadata = match (metadata, claim.is_ok()) {
             // Another saver may be replacing it right now; the claim shows that.
             (Err(_), false) => None,
             (metadata, _) => metadata?,
@@ -216,9 +222,7 @@ impl StorageWriter for DcpWriter {
         let mut rank_metadata = None;
         let mut highest = None;
         let mut stale = Vec::new();
-        let mut files = self.storage.list_files(None);
-        while let Some(meta) = files.next().await {
-            let meta = meta?;
+        for meta in files? {
             let Some(named) = Named::parse(meta.key.as_str()) else { continue };
             let generation = if let Named::Data { generation } = named { generation } else { 0 };
             highest = highest.max(Some(generation));

@@ -16,7 +16,7 @@ mod torture;
 pub use crash::{Crashes, Disk, Loss, OnDisk, put_disk};
 pub use device::{FakeDevice, Traffic};
 pub use folders::{copy_folder, fixture, fixtures};
-pub use loopback::{listener, loopback};
+pub use loopback::{listener, loopback, reserved_port};
 pub use ranks::{on_boxed_ranks, on_each, on_ranks};
 pub use stored::{get, in_memory, key, memory, names, put, put_folder};
 pub use torture::{Tortured, torture_seeds};

@@ -3,6 +3,8 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::OnceLock;
 
+use socket2::{Domain, Socket, Type};
+
 /// The loopback address of this process, where the system serves all of 127.0.0.0/8, as Linux does;
 /// 127.0.0.1 elsewhere.
 ///
@@ -25,4 +27,15 @@ pub fn listener() -> (TcpListener, u16) {
     let listener = TcpListener::bind(SocketAddr::new(IpAddr::V4(loopback()), 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
     (listener, port)
+}
+
+/// A port at which nobody listens, and what keeps others from taking it. Whoever requests it by number
+/// can listen there all the same.
+#[must_use]
+pub fn reserved_port() -> (Socket, u16) {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    socket.set_reuse_address(true).unwrap();
+    socket.bind(&SocketAddr::from((loopback(), 0)).into()).unwrap();
+    let port = socket.local_addr().unwrap().as_socket().unwrap().port();
+    (socket, port)
 }

@@ -35,7 +35,7 @@ const SAVES: &[(&str, u32, &str, u32)] = &[
 /// Runs everything; the first difference is an error.
 pub(crate) fn main(args: &[&str]) -> Result {
     let (mut torch, mut keep, mut olmo) = (venv::NEWEST, false, false);
-    let (mut megatron, mut object) = (None, false);
+    let (mut megatron, mut object, mut candle) = (None, false, false);
     let mut args = args.iter();
     while let Some(arg) = args.next() {
         match *arg {
@@ -43,6 +43,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
             "--keep" => keep = true,
             "--olmo" => olmo = true,
             "--object" => object = true,
+            "--candle" => candle = true,
             "--megatron" => megatron = megatron.or(Some(venv::MEGATRON)),
             // Also older ones, which have shapes of their own.
             "--megatron-version" => {
@@ -78,6 +79,11 @@ pub(crate) fn main(args: &[&str]) -> Result {
     if object {
         run.object()?;
         println!("interop in S3: both directions agree ({:.0?})", start.elapsed());
+        return Ok(());
+    }
+    if candle {
+        run.candle()?;
+        println!("interop with candle: both directions agree ({:.0?})", start.elapsed());
         return Ok(());
     }
     run.torch_to_rust()?;
@@ -213,6 +219,23 @@ impl Run<'_> {
         run(self.script("interop_state_dict.py").arg("save").arg(&folder))?;
         self.rust(2, |rust| rust.arg("state-dict").arg(&folder))?;
         run(self.script("interop_state_dict.py").arg("check").arg(&folder))
+    }
+
+    /// A model and its AdamW that candle trained go on in PyTorch, and the reverse.
+    fn candle(&self) -> Result {
+        let folder = self.folder.join("candle");
+        std::fs::create_dir(&folder)?;
+        let exchange = |job: &str| {
+            let mut rust = workspace::cargo();
+            rust.args(["run", "--quiet", "--locked", "--example", "exchange", "--manifest-path"]);
+            rust.arg(workspace::root().join("dcp-candle/Cargo.toml"));
+            rust.arg("--target-dir").arg(workspace::target()?);
+            run(rust.args(["--", job]).arg(&folder))
+        };
+        println!("candle → torch → candle");
+        exchange("save")?;
+        run(self.script("interop_candle.py").arg(&folder))?;
+        exchange("check")
     }
 
     /// The model of training states in the layouts that programs have, taken by the command.

@@ -1,13 +1,11 @@
 //! Groups over loopback sockets, with threads as ranks.
 
-use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 use std::time::Duration;
 
 use dcp_collectives::{TcpCollective, TcpConfig};
-pub(crate) use dcp_testing::{listener, loopback};
-use socket2::{Domain, Socket, Type};
+pub(crate) use dcp_testing::{listener, loopback, reserved_port};
 
 /// Long enough for a busy machine.
 pub(crate) const PATIENT: Duration = Duration::from_secs(120);
@@ -22,16 +20,6 @@ pub(crate) fn with_growing_deadline(test: impl Fn(Duration)) {
         }
         deadline *= 8;
     }
-}
-
-/// A port at which nobody listens, and what keeps others from taking it. Whoever requests it by number
-/// can listen there all the same.
-pub(crate) fn reserved_port() -> (Socket, u16) {
-    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
-    socket.set_reuse_address(true).unwrap();
-    socket.bind(&SocketAddr::from((loopback(), 0)).into()).unwrap();
-    let port = socket.local_addr().unwrap().as_socket().unwrap().port();
-    (socket, port)
 }
 
 pub(crate) fn config(rank: u32, world_size: u32, port: u16) -> TcpConfig {

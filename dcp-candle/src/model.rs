@@ -102,7 +102,7 @@ impl VarMapModel {
 }
 
 impl Variable {
-    /// A whole variable, of an optimizer that knows nothing of a model.
+    /// A whole variable, of an optimizer that was made without a model.
     pub(crate) fn whole(var: Var) -> Self {
         Self { var, placement: None, buffer: false, frozen: false }
     }

@@ -67,7 +67,7 @@ fn every_dtype_is_saved_from_its_memory_and_loaded_in_place() {
 async fn bytes(tensor: &Tensor) -> Vec<u8> {
     let tensor = from_candle(tensor).unwrap();
     let ShardData::Device(memory) = tensor.shards()[0].data() else { panic!("host memory") };
-    memory.read(&[0..memory.byte_len()]).await.unwrap().to_vec()
+    memory.read(std::slice::from_ref(&(0..memory.byte_len()))).await.unwrap().to_vec()
 }
 
 #[test]

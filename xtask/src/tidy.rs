@@ -109,7 +109,8 @@ fn crate_maps_are_complete() {
             }
         }
         for listed in text.lines().filter_map(first_cell).filter(|cell| cell.starts_with("dcp-")) {
-            if !crates.iter().any(|(dir, _)| dir == listed) {
+            // Some crates are workspaces of their own.
+            if !workspace::root().join(listed).join("Cargo.toml").exists() {
                 wrong.push(format!("{document} lists {listed}, which is not a crate"));
             }
         }

@@ -100,7 +100,7 @@ pub enum LeafKind {
 /// The items that one rank offers to write, over a table of keys.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SavePlan {
-    pub(crate) keys: Vec<PlanKey>,
+    pub(crate) keys: Arc<Vec<PlanKey>>,
     /// The key of each item.
     pub(crate) item_keys: Vec<u32>,
     /// For a tensor, the index of its first offset in `geometry`; for an object, its size in bytes.
@@ -174,8 +174,9 @@ impl SavePlan {
 
     /// Adds a key for subsequent items, and returns its position.
     pub fn push_key(&mut self, key: PlanKey) -> usize {
-        self.keys.push(key);
-        self.keys.len() - 1
+        let keys = Arc::make_mut(&mut self.keys);
+        keys.push(key);
+        keys.len() - 1
     }
 
     /// Adds a part of the tensor `key_index`.
@@ -228,6 +229,13 @@ impl SavePlan {
     #[must_use]
     pub fn keys(&self) -> &[PlanKey] {
         &self.keys
+    }
+
+    /// Whether both plans have one table of keys, as those of ranks with the same keys do after
+    /// [`from_wires`](Self::from_wires). False does not mean that the keys differ.
+    #[must_use]
+    pub fn shares_keys_with(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.keys, &other.keys)
     }
 
     /// What the rank holds and the plan does not offer, known after the comparison with the state.

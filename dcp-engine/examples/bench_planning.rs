@@ -31,16 +31,19 @@ fn main() -> Result {
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match *args {
         ["make-plans", layout, ranks, keys, file] => {
-            let plans = local_plans(layout, ranks.parse()?, keys.parse()?)?;
+            let (ranks, keys) = (ranks.parse()?, keys.parse()?);
             let mut out = Vec::new();
-            for message in plans.iter().map(SavePlan::to_wire) {
+            for rank in 0..ranks {
+                let message = local_plan(layout, rank, ranks, keys)?.to_wire();
                 out.extend((message.len() as u64).to_le_bytes());
                 out.extend_from_slice(&message);
             }
             Ok(std::fs::write(file, out)?)
         }
         ["make-metadata", layout, ranks, keys, file] => {
-            let plans = local_plans(layout, ranks.parse()?, keys.parse()?)?;
+            let (ranks, keys) = (ranks.parse()?, keys.parse()?);
+            let plans = (0..ranks).map(|rank| local_plan(layout, rank, ranks, keys));
+            let plans = plans.collect::<Result<Vec<_>>>()?;
             Ok(std::fs::write(file, encode(&placed(&plans)?, Profile::default())?)?)
         }
         ["plan", file] => {
@@ -88,10 +91,7 @@ fn report(time: Duration, items: usize) -> Result {
 
 /// What the coordinator of a first save computes, before the format assigns places.
 fn planned(messages: &[Bytes]) -> std::result::Result<GlobalPlan, PlanError> {
-    let plans = messages
-        .iter()
-        .map(|message| SavePlan::from_wire(message))
-        .collect::<std::result::Result<Vec<_>, _>>()?;
+    let plans = SavePlan::from_wires(messages)?;
     let global = DefaultSavePlanner::new().global_plan(&plans)?;
     global.check_against(&plans, "bench")?;
     Ok(global)
@@ -128,7 +128,8 @@ fn regions(layout: &str, rank: u32, ranks: u32) -> Result<Vec<Region>> {
     Ok(Vec::from_iter(region))
 }
 
-fn local_plans(layout: &str, ranks: u32, keys: u32) -> Result<Vec<SavePlan>> {
+/// What a rank offers: its parts of so many tensors.
+fn local_plan(layout: &str, rank: u32, ranks: u32, keys: u32) -> Result<SavePlan> {
     const MODULES: [&str; 9] = [
         "self_attn.q_proj",
         "self_attn.k_proj",
@@ -140,30 +141,27 @@ fn local_plans(layout: &str, ranks: u32, keys: u32) -> Result<Vec<SavePlan>> {
         "input_layernorm",
         "post_attention_layernorm",
     ];
-    let planner = DefaultSavePlanner::new();
-    let local = |rank| {
-        let regions = regions(layout, rank, ranks)?;
-        let leaf = |key: u32| {
-            let module = MODULES[key as usize % MODULES.len()];
-            let name = format!("layers.{}.{module}.weight", key as usize / MODULES.len());
-            let path = [PathItem::Key("model".into()), PathItem::Key(name.as_str().into())];
-            StateLeaf {
-                fqn: format!("model.{name}").into(),
-                path: Some(path.into()),
-                kind: LeafKind::Tensor {
-                    dtype: DType::BFloat16,
-                    shape: SHAPE.into(),
-                    sharded: layout != "replicated",
-                    regions: regions.clone(),
-                },
-            }
-        };
-        let state = StateIndex { leaves: (0..keys).map(leaf).collect() };
-        let mut plan = planner.local_plan(&state, &PlanContext::new(rank, ranks))?;
-        plan.check_against(&state, "bench")?;
-        Ok(plan)
+    let regions = regions(layout, rank, ranks)?;
+    let leaf = |key: u32| {
+        let module = MODULES[key as usize % MODULES.len()];
+        let name = format!("layers.{}.{module}.weight", key as usize / MODULES.len());
+        let path = [PathItem::Key("model".into()), PathItem::Key(name.as_str().into())];
+        StateLeaf {
+            fqn: format!("model.{name}").into(),
+            path: Some(path.into()),
+            kind: LeafKind::Tensor {
+                dtype: DType::BFloat16,
+                shape: SHAPE.into(),
+                sharded: layout != "replicated",
+                regions: regions.clone(),
+            },
+        }
     };
-    (0..ranks).map(local).collect()
+    let state = StateIndex { leaves: (0..keys).map(leaf).collect() };
+    let context = PlanContext::new(rank, ranks);
+    let mut plan = DefaultSavePlanner::new().local_plan(&state, &context)?;
+    plan.check_against(&state, "bench")?;
+    Ok(plan)
 }
 
 /// The index of a save, with one file for each rank and a place for every chunk.

@@ -23,7 +23,7 @@ type Row<'a> = (&'a [u64], &'a [u64]);
 /// What `state` holds and `plan` does not offer.
 pub(super) fn unoffered(plan: &SavePlan, state: &StateIndex) -> Vec<Unoffered> {
     let mut offers: HashMap<&str, Vec<Row<'_>>> = HashMap::with_capacity(plan.keys.len());
-    for key in &plan.keys {
+    for key in plan.keys() {
         offers.entry(&key.fqn).or_default();
     }
     for item in plan.items() {
@@ -111,7 +111,9 @@ pub(super) fn check(
     let mut lookup = Lookup { plan, stored, all_whole, planner, pairs: MAX_PAIRS };
     let mut ids = Vec::new();
     for (rank, local) in locals.iter().enumerate() {
-        lookup.rank(rank, local, &mut ids)?;
+        let before = rank.checked_sub(1).and_then(|before| locals.get(before));
+        let same_keys = before.is_some_and(|before| before.shares_keys_with(local));
+        lookup.rank(rank, local, same_keys, &mut ids)?;
     }
     Ok(())
 }
@@ -148,16 +150,18 @@ struct Lookup<'a> {
 
 impl<'a> Lookup<'a> {
     /// `ids` are the positions of the previous rank's names; most ranks have the same names in the
-    /// same order.
+    /// same order, or with `same_keys` one table of them.
     fn rank(
         &mut self,
         rank: usize,
         local: &'a SavePlan,
+        same_keys: bool,
         ids: &mut Vec<Option<usize>>,
     ) -> Result<(), PlanError> {
         let metadata = &self.plan.metadata;
         ids.truncate(local.keys.len());
-        for (position, key) in local.keys.iter().enumerate() {
+        let keys = if same_keys { &[] } else { local.keys() };
+        for (position, key) in keys.iter().enumerate() {
             let guess = ids.get(position).copied().flatten();
             let same = |id: &usize| metadata.at(*id).is_some_and(|(fqn, _)| *fqn == key.fqn);
             let id = guess.filter(same).or_else(|| metadata.index_of(&key.fqn));

@@ -7,6 +7,7 @@ mod load_plan;
 mod message;
 mod metadata;
 mod plan;
+mod plan_keys;
 mod value;
 
 use std::sync::Arc;
@@ -83,6 +84,12 @@ impl MessageReader<'_> {
 
     /// Reads a placement in one of `files` files and `encodings` encodings.
     fn placement(&mut self, files: usize, encodings: usize) -> Result<Placement, PlanError> {
+        let (file, encoding, byte_offset) = self.place(files, encodings)?;
+        Ok(Placement { file, encoding, byte_offset, byte_len: self.number()? })
+    }
+
+    /// Reads file, encoding and offset.
+    fn place(&mut self, files: usize, encodings: usize) -> Result<(FileId, u16, u64), PlanError> {
         let file = usize::try_from(self.number()?)
             .ok()
             .filter(|index| *index < files)
@@ -92,8 +99,7 @@ impl MessageReader<'_> {
             .ok()
             .filter(|index| usize::from(*index) < encodings)
             .ok_or_else(|| bad("encoding out of range"))?;
-        let (byte_offset, byte_len) = (self.number()?, self.number()?);
-        Ok(Placement { file, encoding, byte_offset, byte_len })
+        Ok((file, encoding, self.number()?))
     }
 
     fn path(&mut self) -> Result<Option<StatePath>, PlanError> {

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use dcp_cast::CastCounts;
 use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
 use dcp_core::save_run::{RankWrite, SaveRun};
-use dcp_core::{CheckpointError, PlanError, StorageWriter};
+use dcp_core::{CheckpointError, StorageWriter};
 
 use super::{Saver, no_plan};
 use crate::messages::{Decision, Offer, RankReport, Totals, plan_id, report, same_save};
@@ -58,10 +58,7 @@ impl Saver {
         mut lead: Lead<'a>,
         plans: &[Bytes],
     ) -> Result<(Vec<Bytes>, Lead<'a>), CheckpointError> {
-        let locals = plans
-            .iter()
-            .map(|plan| SavePlan::from_wire(plan))
-            .collect::<Result<Vec<_>, PlanError>>()?;
+        let locals = SavePlan::from_wires(plans)?;
         let mut global = self.planner.global_plan(&locals)?;
         global.check_against(&locals, &self.planner_name())?;
         let run = lead.run.as_ref().ok_or_else(no_plan)?;

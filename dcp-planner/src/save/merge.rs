@@ -80,7 +80,11 @@ pub(super) fn merge(locals: &[SavePlan]) -> Result<Merged<'_>, PlanError> {
     for (rank, local) in locals.iter().enumerate() {
         let rank =
             Rank::try_from(rank).map_err(|_| too_large("the number of ranks", u32::MAX.into()))?;
-        merged.intern(rank, local, &mut ids, &mut numbers, &mut errors)?;
+        // The numbers of the same table of keys are the same.
+        let before = rank.checked_sub(1).and_then(|before| locals.get(before as usize));
+        if !before.is_some_and(|before| before.shares_keys_with(local)) {
+            merged.intern(rank, local, &mut ids, &mut numbers, &mut errors)?;
+        }
         for item in 0..local.len() {
             let found = local.item(item);
             let found = found.and_then(|found| Some((*ids.get(found.key_index)?, found)));

@@ -79,6 +79,7 @@ pub(super) const TARGETS: &[Target] = &[
         name: "plan_wire",
         seeds: &["dcp-formats/tests/corpus/plan_wire"],
         parsers: &[
+            "dcp-core/plan_keys.rs",
             "dcp-core/load_plan.rs",
             "dcp-core/metadata.rs",
             "dcp-core/plan.rs",

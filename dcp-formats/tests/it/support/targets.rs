@@ -182,6 +182,8 @@ pub fn safetensors(bytes: &[u8]) {
 pub fn plan_wire(bytes: &[u8]) {
     if let Ok(plan) = SavePlan::from_wire(bytes) {
         assert_eq!(SavePlan::from_wire(&plan.to_wire()).unwrap().to_wire(), plan.to_wire());
+        let both = SavePlan::from_wires(&[bytes, bytes]).unwrap();
+        assert!(both.iter().all(|other| *other == plan));
     }
     if let Ok(plan) = WritePlan::from_wire(bytes) {
         assert_eq!(WritePlan::from_wire(&plan.to_wire()).unwrap(), plan);

@@ -2,6 +2,8 @@
 
 mod call;
 mod deadline;
+#[doc(hidden)]
+pub mod fuzzing;
 mod launch;
 mod local;
 pub mod mesh;
@@ -14,4 +16,6 @@ pub use deadline::DEFAULT_DEADLINE;
 pub use launch::{EnvError, Launch, Launcher};
 pub use local::{LocalCollective, LocalGroup};
 pub use solo::Solo;
-pub use tcp::{DEFAULT_CONNECT_TIMEOUT, DEFAULT_MAX_MESSAGE, TcpCollective, TcpConfig};
+pub use tcp::{
+    DEFAULT_CONNECT_TIMEOUT, DEFAULT_MAX_MESSAGE, Secret, SecretError, TcpCollective, TcpConfig,
+};

@@ -4,6 +4,7 @@ use dcp_core::CollectiveError;
 use dcp_core::text::Quoted;
 
 use super::Launcher;
+use crate::tcp::SecretError;
 
 /// A variable of the environment is missing or wrong.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -36,6 +37,14 @@ pub enum EnvError {
         other: &'static str,
         /// Its value.
         other_value: u32,
+    },
+    /// The secret of the job cannot be used.
+    #[error("{variable} gives no secret: {source}")]
+    Secret {
+        /// The variable.
+        variable: &'static str,
+        /// What is wrong.
+        source: SecretError,
     },
     /// The launcher sets nothing that says where rank 0 listens.
     #[error("{launcher} does not say where rank 0 listens; set {variable}, the same on all ranks")]

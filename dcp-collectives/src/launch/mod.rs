@@ -8,6 +8,8 @@ mod variables;
 #[cfg(test)]
 mod tests;
 
+use std::net::IpAddr;
+
 use dcp_core::Rank;
 
 pub use self::error::EnvError;
@@ -15,7 +17,7 @@ pub use self::launcher::Launcher;
 use self::launcher::{Found, find};
 use self::meeting_point::meeting_point;
 use self::variables::Variables;
-use crate::tcp::TcpConfig;
+use crate::tcp::{Secret, TcpConfig};
 
 /// What a launcher says of this process: its rank, the number of ranks, and where they meet.
 ///
@@ -37,6 +39,8 @@ use crate::tcp::TcpConfig;
 /// or else `MASTER_PORT`. torchrun's agent itself listens at `MASTER_PORT` and sets
 /// `TORCHELASTIC_USE_AGENT_STORE=True`; rank 0 then listens at the port after it. A derived port is
 /// from 20000 to 29999. `DCP_JOB_ID` names the job, and ranks of another one are refused.
+/// `DCP_SECRET_FILE` names a file with the secret of the job ([`TcpConfig::secret`]), or `DCP_SECRET` is
+/// the secret itself. `DCP_BIND_ADDR` is the address of this host at which the rank listens.
 ///
 /// `SLURM_PROCID` counts only inside of a step of `srun`: a batch script and an interactive shell have
 /// it, too, and are one process. `JOB_COMPLETION_INDEX` counts only with `WORLD_SIZE`: a pod without it
@@ -69,6 +73,8 @@ pub struct Launch {
     pub local_rank: Option<u32>,
     /// Host, port and job.
     meeting: Result<(String, u16, String), EnvError>,
+    secret: Option<Secret>,
+    bind: Option<IpAddr>,
 }
 
 impl Launch {
@@ -95,7 +101,8 @@ impl Launch {
             return Ok(None);
         };
         let meeting = meeting_point(launcher, world_size, variables);
-        Ok(Some(Self { launcher, rank, world_size, local_rank, meeting }))
+        let (secret, bind) = (variables.secret()?, variables.address("DCP_BIND_ADDR")?);
+        Ok(Some(Self { launcher, rank, world_size, local_rank, meeting, secret, bind }))
     }
 
     /// The settings of a group over TCP of these ranks.
@@ -109,7 +116,14 @@ impl Launch {
             Err(_) if self.world_size == 1 => ("127.0.0.1".to_owned(), 0, String::new()),
             Err(error) => return Err(error.clone()),
         };
-        Ok(TcpConfig::new(self.rank, self.world_size, host, port).job(job))
+        let mut config = TcpConfig::new(self.rank, self.world_size, host, port).job(job);
+        if let Some(secret) = &self.secret {
+            config = config.secret(secret.clone());
+        }
+        if let Some(address) = self.bind {
+            config = config.bind(address);
+        }
+        Ok(config)
     }
 }
 

@@ -1,8 +1,10 @@
 //! Typed values of environment variables.
 
 use std::env::{self, VarError};
+use std::net::IpAddr;
 
 use super::error::EnvError;
+use crate::tcp::Secret;
 
 type Get<'a> = &'a dyn Fn(&'static str) -> Result<Option<String>, EnvError>;
 
@@ -24,8 +26,9 @@ impl<'a> Variables<'a> {
         Self(&|variable| match env::var(variable) {
             Ok(value) => Ok(Some(value)),
             Err(VarError::NotPresent) => Ok(None),
-            Err(VarError::NotUnicode(value)) => {
-                Err(invalid(variable, value.to_string_lossy().into_owned(), "UTF-8"))
+            Err(VarError::NotUnicode(_)) => {
+                // Not shown: it may be a secret.
+                Err(invalid(variable, "another encoding".to_owned(), "UTF-8"))
             }
         })
     }
@@ -54,6 +57,26 @@ impl<'a> Variables<'a> {
             _ => Err(invalid(variable, value, COUNT)),
         };
         self.text(variable)?.map(parse).transpose()
+    }
+
+    pub(super) fn address(&self, variable: &'static str) -> Result<Option<IpAddr>, EnvError> {
+        let parse = |value: String| match value.trim().parse() {
+            Ok(address) => Ok(address),
+            Err(_) => Err(invalid(variable, value, "an IP address of this host")),
+        };
+        self.text(variable)?.map(parse).transpose()
+    }
+
+    /// What the ranks of the job share.
+    pub(super) fn secret(&self) -> Result<Option<Secret>, EnvError> {
+        const FILE: &str = "DCP_SECRET_FILE";
+        const TEXT: &str = "DCP_SECRET";
+        let failed = |variable| move |source| EnvError::Secret { variable, source };
+        match (self.text(FILE)?, self.text(TEXT)?) {
+            (Some(path), _) => Secret::from_file(path).map(Some).map_err(failed(FILE)),
+            (None, Some(text)) => Secret::new(text.trim()).map(Some).map_err(failed(TEXT)),
+            (None, None) => Ok(None),
+        }
     }
 
     pub(super) fn port(&self, variable: &'static str) -> Result<Option<u16>, EnvError> {

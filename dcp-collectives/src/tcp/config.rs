@@ -6,6 +6,8 @@ use std::time::Duration;
 use dcp_core::{CollectiveError, Rank};
 
 use super::TcpCollective;
+use super::secret::Secret;
+use super::security::Security;
 use crate::deadline::DEFAULT_DEADLINE;
 
 /// Default of [`TcpConfig::connect_timeout`]: how long ranks wait for each other to start.
@@ -27,6 +29,8 @@ pub struct TcpConfig {
     pub(super) max_message: u64,
     pub(super) listener: Option<TcpListener>,
     pub(super) advertise: Option<IpAddr>,
+    pub(super) bind: Option<IpAddr>,
+    pub(super) security: Security,
 }
 
 impl TcpConfig {
@@ -49,12 +53,14 @@ impl TcpConfig {
             max_message: DEFAULT_MAX_MESSAGE,
             listener: None,
             advertise: None,
+            bind: None,
+            security: Security::default(),
         }
     }
 
     /// A name that all ranks of the job share; a connection with another name is refused.
     ///
-    /// It guards against mistakes, not against attackers: the network must be trusted.
+    /// It guards against mistakes. [`secret`](Self::secret) guards against attackers.
     #[must_use]
     pub fn job(mut self, job: impl Into<String>) -> Self {
         self.job = job.into();
@@ -94,6 +100,23 @@ impl TcpConfig {
     #[must_use]
     pub fn advertise(mut self, address: IpAddr) -> Self {
         self.advertise = Some(address);
+        self
+    }
+
+    /// The address of this host at which this rank listens, rank 0 at the master port and others at a
+    /// port of the system. By default, every address of the host; a loopback address when the master's
+    /// is one.
+    #[must_use]
+    pub fn bind(mut self, address: IpAddr) -> Self {
+        self.bind = Some(address);
+        self
+    }
+
+    /// What all ranks of the job share. Both ends of every connection prove that they have it before
+    /// anything else is read, and every later record carries a proof of it. Nothing is encrypted.
+    #[must_use]
+    pub fn secret(mut self, secret: Secret) -> Self {
+        self.security.secret = Some(secret);
         self
     }
 

@@ -2,13 +2,15 @@
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
 use std::time::Duration;
 
 use socket2::{SockRef, TcpKeepalive};
 
+use super::security::Security;
 use super::wire::{self, Hello, Reply};
-use crate::mesh::Patience;
 use crate::mesh::frame::MAX_ITEM;
+use crate::mesh::{Channel, Patience};
 
 /// The longest that one attempt waits for the other host.
 const ATTEMPT: Duration = Duration::from_secs(5);
@@ -20,7 +22,25 @@ const KEEPALIVE: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub(super) enum DialError {
     Io(io::Error),
-    Refused { reason: String, retry: bool },
+    /// The peer hung up during the handshake.
+    Ended(io::Error),
+    Refused {
+        reason: String,
+        retry: bool,
+    },
+}
+
+impl DialError {
+    /// A connection that ends before the peer has answered may have made way for another one: a rank
+    /// that has many handshakes under way drops the oldest. So it can be made again.
+    fn before_welcome(self) -> Self {
+        use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+        let ended = [UnexpectedEof, ConnectionReset, ConnectionAborted, BrokenPipe];
+        match self {
+            Self::Io(error) if ended.contains(&error.kind()) => Self::Ended(error),
+            other => other,
+        }
+    }
 }
 
 impl From<io::Error> for DialError {
@@ -32,19 +52,23 @@ impl From<io::Error> for DialError {
 /// Connects and shakes hands.
 pub(super) fn dial(
     address: SocketAddr,
+    security: &Security,
     hello: &Hello,
     patience: Patience<'_>,
-) -> Result<TcpStream, DialError> {
-    let left = patience.deadline.left().ok_or(io::Error::from(io::ErrorKind::TimedOut))?;
+) -> Result<Arc<dyn Channel>, DialError> {
+    let left = patience.left().ok_or(io::Error::from(io::ErrorKind::TimedOut))?;
     let stream = TcpStream::connect_timeout(&address, left.min(ATTEMPT))?;
     if stream.local_addr()? == stream.peer_addr()? {
         // On one host, a port without a listener may be given to the caller itself.
         return Err(io::Error::from(io::ErrorKind::ConnectionRefused).into());
     }
     configure(&stream)?;
-    wire::send(&stream, hello, patience)?;
-    match wire::receive(&stream, MAX_ITEM, patience)? {
-        Reply::Welcome => Ok(stream),
+    let channel = security.dial(stream, patience).map_err(DialError::before_welcome)?;
+    let reply = wire::send(&*channel, hello, patience)
+        .and_then(|()| wire::receive(&*channel, MAX_ITEM, patience))
+        .map_err(|error| DialError::Io(error).before_welcome())?;
+    match reply {
+        Reply::Welcome => Ok(channel),
         Reply::Refused { reason, retry } => Err(DialError::Refused { reason, retry }),
         Reply::Table(_) | Reply::Probe => Err(wire::invalid("an answer out of turn").into()),
     }

@@ -2,8 +2,15 @@
 
 mod config;
 mod dial;
+mod file;
+pub(crate) mod fuzzing;
+mod greeting;
+mod lobby;
 mod node;
 mod rendezvous;
+mod sealed;
+mod secret;
+mod security;
 mod wire;
 
 use std::fmt;
@@ -13,6 +20,7 @@ use bytes::Bytes;
 use dcp_core::{Collective, CollectiveError, Rank};
 
 pub use self::config::{DEFAULT_CONNECT_TIMEOUT, DEFAULT_MAX_MESSAGE, TcpConfig};
+pub use self::secret::{Secret, SecretError};
 use crate::mesh::{CallLimits, Mesh, Transport};
 
 /// One rank of a group whose ranks are processes, here or on other hosts: a [`Mesh`] over TCP.
@@ -20,7 +28,7 @@ use crate::mesh::{CallLimits, Mesh, Transport};
 /// Drop the handle when done. A process that ends without that counts as dead, and the others'
 /// calls then fail.
 ///
-/// The network is trusted: nothing is encrypted, and any process with the job's name may join.
+/// Without [`TcpConfig::secret`], the network must be trusted: any process with the job's name may join.
 pub struct TcpCollective {
     mesh: Mesh,
 }

@@ -4,44 +4,62 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use dcp_core::Rank;
 
+use super::config::TcpConfig;
 use super::dial::{self, DialError};
+use super::lobby::{Guest, Lobby};
+use super::security::Security;
 use super::wire::{self, Hello, Purpose, Reply};
 use crate::deadline::Deadline;
 use crate::mesh::frame::{MAX_ITEM, is_pause};
-use crate::mesh::socket::Socket;
 use crate::mesh::{Arrivals, Channel, Kind, OpenError, Opening, Patience, TICK, Transport};
 
 /// The deadline for the first message of an unknown connection.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
-/// Handshakes that go on at the same time.
-const MAX_HANDSHAKES: u32 = 128;
+/// How long to wait before a connection is made again to a peer that hung up.
+const AGAIN: Duration = Duration::from_millis(20);
 
 /// A rank that joins, and where it listens.
 #[derive(Debug)]
 pub(super) struct Joiner {
     pub(super) rank: Rank,
     pub(super) address: SocketAddr,
-    pub(super) stream: TcpStream,
+    pub(super) channel: Arc<dyn Channel>,
 }
 
 /// What the threads that shake hands know.
 #[derive(Debug)]
-struct Desk {
+pub(super) struct Desk {
     job: String,
     rank: Rank,
     world_size: u32,
+    security: Security,
     stop: AtomicBool,
     joiners: Mutex<Option<Sender<Joiner>>>,
     arrivals: Arrivals,
-    handshakes: Mutex<u32>,
-    finished: Condvar,
+    lobby: Lobby,
+}
+
+impl Desk {
+    /// `joiners` receives the ranks that join, until [`Node::close_desk`].
+    pub(super) fn new(config: &TcpConfig, joiners: Option<Sender<Joiner>>) -> Self {
+        Self {
+            job: config.job.clone(),
+            rank: config.rank,
+            world_size: config.world_size,
+            security: config.security.clone(),
+            stop: AtomicBool::new(false),
+            joiners: Mutex::new(joiners),
+            arrivals: Arrivals::new(config.world_size),
+            lobby: Lobby::default(),
+        }
+    }
 }
 
 /// This process among the others. Dropping it closes the listener.
@@ -55,28 +73,12 @@ pub(super) struct Node {
 }
 
 impl Node {
-    /// Begins to accept connections; `joiners` receives the ranks that join, until
-    /// [`close_desk`](Self::close_desk).
-    pub(super) fn start(
-        listener: TcpListener,
-        job: &str,
-        rank: Rank,
-        world_size: u32,
-        joiners: Option<Sender<Joiner>>,
-    ) -> io::Result<Self> {
-        let desk = Arc::new(Desk {
-            job: job.to_owned(),
-            rank,
-            world_size,
-            stop: AtomicBool::new(false),
-            joiners: Mutex::new(joiners),
-            arrivals: Arrivals::new(world_size),
-            handshakes: Mutex::new(0),
-            finished: Condvar::new(),
-        });
+    /// Begins to accept connections.
+    pub(super) fn start(listener: TcpListener, desk: Desk) -> io::Result<Self> {
+        let desk = Arc::new(desk);
         listener.set_nonblocking(false)?;
         let local = listener.local_addr()?;
-        let acceptor = thread::Builder::new().name(format!("dcp accept {rank}")).spawn({
+        let acceptor = thread::Builder::new().name(format!("dcp accept {}", desk.rank)).spawn({
             let desk = Arc::clone(&desk);
             move || accept(&desk, &listener)
         })?;
@@ -113,9 +115,13 @@ impl Transport for Node {
             Kind::Control => Purpose::Control { group },
             Kind::Data => Purpose::Data { group },
         };
-        let hello = Hello { job: self.desk.job.clone(), world_size, rank, purpose };
-        match dial::dial(*address, &hello, patience) {
-            Ok(stream) => Ok(Arc::new(Socket::new(stream))),
+        let hello = Hello { job: self.desk.job.clone(), world_size, rank, to, purpose };
+        match dial::dial(*address, &self.desk.security, &hello, patience) {
+            Ok(channel) => Ok(channel),
+            Err(DialError::Ended(_)) => {
+                thread::sleep(AGAIN);
+                Err(OpenError::Slow)
+            }
             Err(DialError::Io(error)) if is_pause(&error) => Err(OpenError::Slow),
             Err(DialError::Io(error)) => failed(format!("it cannot be reached: {error}")),
             Err(DialError::Refused { reason, .. }) => {
@@ -156,17 +162,19 @@ fn accept(desk: &Arc<Desk>, listener: &TcpListener) {
                 continue;
             }
         };
-        desk.begin_handshake();
-        let guest = Arc::clone(desk);
+        let Some(guest) = desk.lobby.enter(&stream, || desk.stop.load(Ordering::SeqCst)) else {
+            continue;
+        };
+        let inside = Arc::clone(desk);
         let spawned = thread::Builder::new().name("dcp handshake".to_owned()).spawn(move || {
-            if let Err(error) = guest.admit(stream) {
+            if let Err(error) = inside.admit(stream, guest) {
                 tracing::debug!(%error, "turned a connection away");
             }
-            guest.end_handshake();
+            inside.lobby.leave(guest);
         });
         if let Err(error) = spawned {
             tracing::warn!(%error, "cannot answer a connection");
-            desk.end_handshake();
+            desk.lobby.leave(guest);
         }
     }
 }
@@ -176,66 +184,58 @@ impl Desk {
         self.joiners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn begin_handshake(&self) {
-        let count = self.handshakes.lock().unwrap_or_else(PoisonError::into_inner);
-        let busy = |count: &mut u32| *count >= MAX_HANDSHAKES && !self.stop.load(Ordering::SeqCst);
-        let mut count =
-            self.finished.wait_while(count, busy).unwrap_or_else(PoisonError::into_inner);
-        *count += 1;
-    }
-
-    fn end_handshake(&self) {
-        *self.handshakes.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-        self.finished.notify_one();
-    }
-
     /// Reads the purpose of a connection and passes it on.
-    fn admit(&self, stream: TcpStream) -> io::Result<()> {
+    fn admit(&self, stream: TcpStream, guest: Guest) -> io::Result<()> {
         let patience = Patience {
             deadline: Deadline::after(HANDSHAKE),
             give_up: &|| self.stop.load(Ordering::SeqCst),
         };
-        let hello: Hello = wire::receive(&stream, MAX_ITEM, patience)?;
-        if hello.job != self.job {
-            return refuse(&stream, "this is another job (DCP_JOB_ID)", false);
-        }
         dial::configure(&stream)?;
+        let peer = stream.peer_addr()?.ip().to_canonical();
+        let channel = self.security.accept(stream, patience)?;
+        if self.security.secret.is_some() {
+            self.lobby.trust(guest);
+        }
+        let hello: Hello = wire::receive(&*channel, MAX_ITEM, patience)?;
+        if hello.job != self.job {
+            return refuse(&*channel, "this is another job (DCP_JOB_ID)", false);
+        }
+        if hello.to != self.rank {
+            return refuse(&*channel, format!("this is rank {}", self.rank), false);
+        }
         match hello.purpose {
-            Purpose::Join { port, ip } => self.admit_joiner(&hello, port, ip, stream),
-            Purpose::Control { group } => self.admit_peer(&hello, group, Kind::Control, stream),
-            Purpose::Data { group } => self.admit_peer(&hello, group, Kind::Data, stream),
+            Purpose::Join { port, ip } => {
+                self.admit_joiner(&hello, SocketAddr::new(ip.unwrap_or(peer), port), channel)
+            }
+            Purpose::Control { group } => self.admit_peer(&hello, group, Kind::Control, &channel),
+            Purpose::Data { group } => self.admit_peer(&hello, group, Kind::Data, &channel),
         }
     }
 
     fn admit_joiner(
         &self,
         hello: &Hello,
-        port: u16,
-        ip: Option<IpAddr>,
-        stream: TcpStream,
+        address: SocketAddr,
+        channel: Arc<dyn Channel>,
     ) -> io::Result<()> {
         if hello.world_size != self.world_size {
             let reason = format!(
                 "rank {} has WORLD_SIZE {}, rank {} has {}",
                 hello.rank, hello.world_size, self.rank, self.world_size
             );
-            return refuse(&stream, reason, false);
+            return refuse(&*channel, reason, false);
         }
         if hello.rank >= self.world_size {
             let reason = format!("there is no rank {} of {}", hello.rank, self.world_size);
-            return refuse(&stream, reason, false);
+            return refuse(&*channel, reason, false);
         }
-        let ip = match ip {
-            Some(ip) => ip,
-            None => stream.peer_addr()?.ip().to_canonical(),
-        };
-        let joiner = Joiner { rank: hello.rank, address: SocketAddr::new(ip, port), stream };
+        let joiner = Joiner { rank: hello.rank, address, channel };
         let joiner = match &*self.joiners() {
             Some(joiners) => joiners.send(joiner).err().map(|error| error.0),
             None => Some(joiner),
         };
         match joiner {
-            Some(joiner) => refuse(&joiner.stream, "all ranks have joined already", true),
+            Some(joiner) => refuse(&*joiner.channel, "all ranks have joined already", true),
             None => Ok(()),
         }
     }
@@ -245,30 +245,32 @@ impl Desk {
         hello: &Hello,
         group: u64,
         kind: Kind,
-        stream: TcpStream,
+        channel: &Arc<dyn Channel>,
     ) -> io::Result<()> {
         let (world_size, rank) = (hello.world_size, hello.rank);
         let opening = Opening { group, world_size, rank, kind };
-        let mut stream = Some(stream);
         let turned_away = self.arrivals.put(opening, || {
-            let stream = stream.take().ok_or_else(|| wire::invalid("it was taken already"))?;
-            answer(&stream, &Reply::Welcome)?;
-            Ok(Arc::new(Socket::new(stream)))
+            answer(&**channel, &Reply::Welcome)?;
+            Ok(Arc::clone(channel))
         })?;
-        match (turned_away, stream) {
-            (Some(away), Some(stream)) => refuse(&stream, away.reason, away.retry),
-            _ => Ok(()),
+        match turned_away {
+            Some(away) => refuse(&**channel, away.reason, away.retry),
+            None => Ok(()),
         }
     }
 }
 
 /// Sends an answer that fits the socket's buffer.
-pub(super) fn answer(stream: &TcpStream, reply: &Reply) -> io::Result<()> {
-    wire::send(stream, reply, Patience::until(Deadline::after(HANDSHAKE)))
+pub(super) fn answer(channel: &dyn Channel, reply: &Reply) -> io::Result<()> {
+    wire::send(channel, reply, Patience::until(Deadline::after(HANDSHAKE)))
 }
 
-pub(super) fn refuse(stream: &TcpStream, reason: impl Into<String>, retry: bool) -> io::Result<()> {
+pub(super) fn refuse(
+    channel: &dyn Channel,
+    reason: impl Into<String>,
+    retry: bool,
+) -> io::Result<()> {
     let reason = reason.into();
     tracing::debug!(%reason, "refused a connection");
-    answer(stream, &Reply::Refused { reason, retry })
+    answer(channel, &Reply::Refused { reason, retry })
 }

@@ -12,7 +12,7 @@ use dcp_core::{CollectiveError, Rank};
 
 use super::config::TcpConfig;
 use super::dial::{DialError, dial};
-use super::node::{Joiner, Node, answer, refuse};
+use super::node::{Desk, Joiner, Node, answer, refuse};
 use super::wire::{self, Hello, MAX_TABLE, Presence, Purpose, Reply};
 use crate::deadline::Deadline;
 use crate::mesh::Patience;
@@ -47,8 +47,8 @@ fn host(config: &mut TcpConfig, deadline: Deadline) -> Result<Node, CollectiveEr
         None => listen_as_master(config).map_err(cannot_listen)?,
     };
     let (joiners, arrivals) = mpsc::channel();
-    let mut node = Node::start(listener, &config.job, 0, config.world_size, Some(joiners))
-        .map_err(cannot_listen)?;
+    let mut node =
+        Node::start(listener, Desk::new(config, Some(joiners))).map_err(cannot_listen)?;
     let joined = collect(&arrivals, config, deadline)?;
     node.close_desk();
     let own = config.advertise.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
@@ -56,7 +56,7 @@ fn host(config: &mut TcpConfig, deadline: Deadline) -> Result<Node, CollectiveEr
     addresses.extend((1..config.world_size).filter_map(|rank| Some(joined.get(&rank)?.address)));
     let table = Reply::Table(addresses.clone());
     for (rank, joiner) in &joined {
-        wire::send(&joiner.stream, &table, Patience::until(deadline)).map_err(|error| {
+        wire::send(&*joiner.channel, &table, Patience::until(deadline)).map_err(|error| {
             CollectiveError::PeerLost { rank: *rank, op: "rendezvous", message: error.to_string() }
         })?;
     }
@@ -65,6 +65,9 @@ fn host(config: &mut TcpConfig, deadline: Deadline) -> Result<Node, CollectiveEr
 }
 
 fn listen_as_master(config: &TcpConfig) -> io::Result<TcpListener> {
+    if let Some(address) = config.bind {
+        return TcpListener::bind((address, config.master_port));
+    }
     let resolved = (config.master_host.as_str(), config.master_port)
         .to_socket_addrs()
         .map(Iterator::collect::<Vec<_>>)
@@ -112,8 +115,8 @@ fn collect(
                 is_here
             });
         if is_taken {
-            drop(refuse(&joiner.stream, format!("there is a rank {rank} already"), false));
-        } else if answer(&joiner.stream, &Reply::Welcome).is_ok() {
+            drop(refuse(&*joiner.channel, format!("there is a rank {rank} already"), false));
+        } else if answer(&*joiner.channel, &Reply::Welcome).is_ok() {
             joined.insert(rank, joiner);
         }
     }
@@ -133,7 +136,7 @@ fn give_up(config: &TcpConfig, joined: &HashMap<Rank, Joiner>) -> CollectiveErro
         names.join(", ")
     );
     for joiner in joined.values() {
-        drop(refuse(&joiner.stream, message.clone(), false));
+        drop(refuse(&*joiner.channel, message.clone(), false));
     }
     failed(message)
 }
@@ -143,9 +146,9 @@ fn give_up(config: &TcpConfig, joined: &HashMap<Rank, Joiner>) -> CollectiveErro
 fn keep_those_here(joined: &mut HashMap<Rank, Joiner>, deadline: Deadline) {
     let until = Deadline::after(PROBE.min(deadline.left().unwrap_or_default()));
     let patience = Patience::until(until);
-    joined.retain(|_, joiner| wire::send(&joiner.stream, &Reply::Probe, patience).is_ok());
+    joined.retain(|_, joiner| wire::send(&*joiner.channel, &Reply::Probe, patience).is_ok());
     joined.retain(|_, joiner| {
-        let answer = wire::receive(&joiner.stream, MAX_ITEM, patience);
+        let answer = wire::receive(&*joiner.channel, MAX_ITEM, patience);
         matches!(answer, Ok(Presence::Here))
     });
 }
@@ -157,7 +160,7 @@ fn join(config: &TcpConfig, deadline: Deadline) -> Result<Node, CollectiveError>
             Ok(node) => return Ok(node),
             Err(DialError::Refused { reason, retry: false }) => return Err(failed(reason)),
             Err(DialError::Refused { reason, retry: true }) => reason,
-            Err(DialError::Io(error)) => error.to_string(),
+            Err(DialError::Io(error) | DialError::Ended(error)) => error.to_string(),
         };
         match deadline.left() {
             Some(left) => thread::sleep(pause.min(left)),
@@ -179,7 +182,7 @@ fn attempt(config: &TcpConfig, deadline: Deadline) -> Result<Node, DialError> {
     let mut problem = DialError::Io(io::Error::other("its name has no address"));
     for master in (config.master_host.as_str(), config.master_port).to_socket_addrs()? {
         match join_at(config, master, deadline) {
-            Err(error @ DialError::Io(_)) => problem = error,
+            Err(error @ (DialError::Io(_) | DialError::Ended(_))) => problem = error,
             done => return done,
         }
     }
@@ -187,28 +190,31 @@ fn attempt(config: &TcpConfig, deadline: Deadline) -> Result<Node, DialError> {
 }
 
 fn join_at(config: &TcpConfig, master: SocketAddr, deadline: Deadline) -> Result<Node, DialError> {
-    let listen_at = match master.ip() {
-        ip if config.is_on_one_host() => ip,
-        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-        IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+    let listen_at = match (config.bind, master.ip()) {
+        (Some(address), _) => address,
+        (None, ip) if config.is_on_one_host() => ip,
+        (None, IpAddr::V4(_)) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        (None, IpAddr::V6(_)) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
     };
     let listener = TcpListener::bind((listen_at, 0))?;
     // Rank 0 sees every rank of its host at 127.0.0.1, at whatever loopback address it listens.
-    let own = config.is_on_one_host().then_some(listen_at);
+    let own = config.is_on_one_host().then_some(listen_at).or(config.bind);
+    let own = own.filter(|address| !address.is_unspecified());
     let hello = Hello {
         job: config.job.clone(),
         world_size: config.world_size,
         rank: config.rank,
+        to: 0,
         purpose: Purpose::Join {
             port: listener.local_addr()?.port(),
             ip: config.advertise.or(own),
         },
     };
     let patience = Patience::until(deadline);
-    let stream = dial(master, &hello, patience)?;
+    let channel = dial(master, &config.security, &hello, patience)?;
     let reply = loop {
-        match wire::receive(&stream, MAX_TABLE, patience)? {
-            Reply::Probe => wire::send(&stream, &Presence::Here, patience)?,
+        match wire::receive(&*channel, MAX_TABLE, patience)? {
+            Reply::Probe => wire::send(&*channel, &Presence::Here, patience)?,
             reply => break reply,
         }
     };
@@ -219,7 +225,7 @@ fn join_at(config: &TcpConfig, master: SocketAddr, deadline: Deadline) -> Result
         Reply::Refused { reason, retry } => return Err(DialError::Refused { reason, retry }),
         _ => return Err(wire::invalid("rank 0 sent no address table").into()),
     };
-    let mut node = Node::start(listener, &config.job, config.rank, config.world_size, None)?;
+    let mut node = Node::start(listener, Desk::new(config, None))?;
     node.set_addresses(addresses.into_iter().map(|at| seen_from_here(at, master)).collect());
     Ok(node)
 }

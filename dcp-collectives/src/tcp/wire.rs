@@ -1,8 +1,8 @@
-//! The handshake of a connection: small CBOR items behind a magic number, a version and a length.
-//! All numbers are little endian.
+//! What ranks say before a connection is of use, once both are known to be of this job: small CBOR
+//! items behind a length. All numbers are little endian.
 
-use std::io::{self, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::io;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use dcp_core::Rank;
@@ -11,13 +11,7 @@ use serde::{Deserialize, Serialize};
 
 pub(super) use crate::mesh::frame::invalid;
 use crate::mesh::frame::{decode, encode, is_pause};
-use crate::mesh::{Patience, TICK};
-
-/// How every handshake begins. A stranger hardly says this.
-const MAGIC: [u8; 8] = *b"dcp-coll";
-
-/// The version of the handshake, and of the frames that follow it.
-const VERSION: u32 = 2;
+use crate::mesh::{Channel, Patience, TICK};
 
 /// The longest address table, in bytes.
 pub(super) const MAX_TABLE: u32 = 64 << 20;
@@ -28,6 +22,8 @@ pub(super) struct Hello {
     pub(super) job: String,
     pub(super) world_size: u32,
     pub(super) rank: Rank,
+    /// The process that the sender expects at the other end.
+    pub(super) to: Rank,
     pub(super) purpose: Purpose,
 }
 
@@ -65,84 +61,73 @@ pub(super) enum Presence {
 
 /// Sends one item of the handshake.
 pub(super) fn send(
-    stream: &TcpStream,
+    channel: &dyn Channel,
     item: &impl Serialize,
     patience: Patience<'_>,
 ) -> io::Result<()> {
-    let body = encode(item)?;
-    let mut bytes = Vec::with_capacity(16 + body.len());
-    bytes.extend_from_slice(&MAGIC);
-    bytes.extend_from_slice(&VERSION.to_le_bytes());
-    bytes.extend_from_slice(&body);
-    Timed { stream, patience }.write_all(&bytes)
+    write_all(channel, &encode(item)?, patience)
 }
 
-/// Receives one item of the handshake, of at most `limit` bytes.
+/// Receives one item of the handshake, of at most `limit` bytes. Memory grows with what has arrived,
+/// not with what is announced.
 pub(super) fn receive<T: DeserializeOwned>(
-    stream: &TcpStream,
+    channel: &dyn Channel,
     limit: u32,
     patience: Patience<'_>,
 ) -> io::Result<T> {
-    let mut stream = Timed { stream, patience };
-    let mut prefix = [0; 16];
-    stream.read_exact(&mut prefix)?;
-    let [.., v0, v1, v2, v3, l0, l1, l2, l3] = prefix;
-    if !prefix.starts_with(&MAGIC) {
-        return Err(invalid("the peer does not speak this protocol"));
-    }
-    let version = u32::from_le_bytes([v0, v1, v2, v3]);
-    if version != VERSION {
-        return Err(invalid(format!("the peer speaks version {version}, this rank {VERSION}")));
-    }
-    let len = u32::from_le_bytes([l0, l1, l2, l3]);
+    const PIECE: usize = 16 << 10;
+    let mut prefix = [0; 4];
+    read_exact(channel, &mut prefix, patience)?;
+    let len = u32::from_le_bytes(prefix);
     if len > limit {
         return Err(invalid(format!("an item of {len} bytes, the limit is {limit}")));
     }
+    let len = len as usize;
     let mut body = Vec::new();
-    stream.take(u64::from(len)).read_to_end(&mut body)?;
-    if body.len() as u64 != u64::from(len) {
-        return Err(io::ErrorKind::UnexpectedEof.into());
+    while body.len() < len {
+        let begin = body.len();
+        body.resize(len.min(begin + PIECE), 0);
+        read_exact(channel, body.get_mut(begin..).unwrap_or_default(), patience)?;
     }
     decode(&body)
 }
 
-/// A stream whose reads and writes all end at one deadline.
-struct Timed<'a> {
-    stream: &'a TcpStream,
-    patience: Patience<'a>,
+pub(super) fn write_all(
+    channel: &dyn Channel,
+    mut bytes: &[u8],
+    patience: Patience<'_>,
+) -> io::Result<()> {
+    while !bytes.is_empty() {
+        let len = insist(patience, |wait| channel.write(bytes, wait))?;
+        bytes = bytes.get(len..).unwrap_or_default();
+    }
+    insist(patience, |wait| channel.flush(wait))
 }
 
-impl Timed<'_> {
-    fn insist<T>(
-        &self,
-        set_timeout: impl Fn(Option<Duration>) -> io::Result<()>,
-        mut attempt: impl FnMut() -> io::Result<T>,
-    ) -> io::Result<T> {
-        loop {
-            let left = self.patience.left().ok_or(io::ErrorKind::TimedOut)?;
-            set_timeout(Some(left.min(TICK)))?;
-            match attempt() {
-                Err(error) if is_pause(&error) => {}
-                done => return done,
-            }
+pub(super) fn read_exact(
+    channel: &dyn Channel,
+    mut into: &mut [u8],
+    patience: Patience<'_>,
+) -> io::Result<()> {
+    while !into.is_empty() {
+        match insist(patience, |wait| channel.read(into, wait))? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            len => into = into.get_mut(len..).unwrap_or_default(),
         }
     }
+    Ok(())
 }
 
-impl Read for Timed<'_> {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let mut stream = self.stream;
-        self.insist(|timeout| stream.set_read_timeout(timeout), || stream.read(buf))
-    }
-}
-
-impl Write for Timed<'_> {
-    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
-        let mut stream = self.stream;
-        self.insist(|timeout| stream.set_write_timeout(timeout), || stream.write(buf))
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+/// Repeats an operation that ends with its time slice, until the deadline.
+fn insist<T>(
+    patience: Patience<'_>,
+    mut attempt: impl FnMut(Duration) -> io::Result<T>,
+) -> io::Result<T> {
+    loop {
+        let left = patience.left().ok_or(io::ErrorKind::TimedOut)?;
+        match attempt(left.min(TICK)) {
+            Err(error) if is_pause(&error) => {}
+            done => return done,
+        }
     }
 }

@@ -8,3 +8,4 @@ mod model;
 #[cfg(unix)]
 mod processes;
 mod rendezvous;
+mod secrets;

@@ -22,23 +22,37 @@ fn barriers(group: Vec<Connected>) {
     assert!(results.iter().all(Result::is_ok), "{results:?}");
 }
 
-/// One item of a handshake: magic, version and length, then CBOR.
+/// The greeting of a rank without a secret: magic, version, protection and a number.
+const GREETING: [u8; 48] = {
+    let mut greeting = [0; 48];
+    let (head, _) = greeting.split_at_mut(12);
+    head.copy_from_slice(b"dcp-coll\x03\0\0\0");
+    greeting
+};
+
+/// Exchanges greetings.
+fn greet(stream: &mut TcpStream) {
+    stream.write_all(&GREETING).unwrap();
+    stream.read_exact(&mut [0; 48]).unwrap();
+}
+
+/// One item of a handshake: its length, then CBOR.
 fn item(stream: &mut TcpStream) -> Vec<u8> {
-    let mut head = [0; 16];
+    let mut head = [0; 4];
     stream.read_exact(&mut head).unwrap();
-    let mut body = vec![0; head[12].into()];
+    let mut body = vec![0; head[0].into()];
     stream.read_exact(&mut body).unwrap();
     body
 }
 
 /// Joins as rank 1 of 3 and returns the connection once rank 0 has welcomed it.
 fn one_that_joins(port: u16) -> TcpStream {
-    let body = b"\xa4\x63job\x60\x6aworld_size\x03\x64rank\x01\
-        \x67purpose\xa1\x64Join\xa2\x64port\x01\x62ip\xf6";
+    let body = b"\xa5\x63job\x60\x6aworld_size\x03\x64rank\x01\
+        \x62to\x00\x67purpose\xa1\x64Join\xa2\x64port\x01\x62ip\xf6";
     let len = u32::try_from(body.len()).unwrap();
     let mut stream = TcpStream::connect((loopback(), port)).unwrap();
-    let head = [&b"dcp-coll\x02\0\0\0"[..], &len.to_le_bytes()].concat();
-    stream.write_all(&[&head, &body[..]].concat()).unwrap();
+    greet(&mut stream);
+    stream.write_all(&[&len.to_le_bytes(), &body[..]].concat()).unwrap();
     let reply = item(&mut stream);
     assert!(reply.ends_with(b"Welcome"), "{reply:?}");
     stream
@@ -60,7 +74,9 @@ fn a_late_master_is_waited_for() {
         let early = [1, 2].map(|rank| scope.spawn(move || config(rank, 3, port).connect()));
         let mut seen = BTreeSet::new();
         while seen.len() < 2 {
-            let hello = item(&mut door.accept().unwrap().0);
+            let mut stream = door.accept().unwrap().0;
+            greet(&mut stream);
+            let hello = item(&mut stream);
             let at = hello.windows(4).position(|bytes| bytes == b"rank").unwrap();
             seen.insert(hello[at + 4]);
         }
@@ -75,17 +91,17 @@ fn a_late_master_is_waited_for() {
 fn strangers_disturb_nobody() {
     let (listener, port) = listener();
     let strangers = [
-        &b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[..],
-        b"",
-        b"dcp-coll",
-        b"dcp-coll\x01\0\0\0\x04\0\0\0abcd",
-        b"dcp-coll\x02\0\0\0\xff\xff\xff\xff",
-        b"dcp-coll\x02\0\0\0\x04\0\0\0\xff\xff\xff\xff",
-        &[0xff; 5000],
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
+        Vec::new(),
+        b"dcp-coll".to_vec(),
+        [&b"dcp-coll\x01\0\0\0"[..], &[0; 100]].concat(),
+        [&GREETING[..], &[0xff; 4]].concat(),
+        [&GREETING[..], b"\x04\0\0\0\xff\xff\xff\xff"].concat(),
+        vec![0xff; 5000],
     ]
     .map(|bytes| {
         let mut stranger = TcpStream::connect((loopback(), port)).unwrap();
-        stranger.write_all(bytes).unwrap();
+        stranger.write_all(&bytes).unwrap();
         stranger
     });
     let group = thread::scope(|scope| {

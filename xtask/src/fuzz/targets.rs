@@ -25,6 +25,11 @@ pub(super) const TARGETS: &[Target] = &[
     },
     Target { name: "folder", seeds: &["dcp-formats/tests/corpus/folder"], parsers: &[] },
     Target {
+        name: "handshake",
+        seeds: &["dcp-collectives/tests/corpus/handshake"],
+        parsers: &["dcp-collectives/frame.rs"],
+    },
+    Target {
         name: "hf_index",
         seeds: &["dcp-formats/tests/corpus/hf_index"],
         parsers: &["dcp-formats/index_file.rs", "dcp-formats/sharding.rs"],
@@ -140,6 +145,8 @@ mod tests {
 
     /// Whose parsers are fuzzed.
     const PARSING: &[&str] = &[
+        "dcp-collectives/src/mesh/",
+        "dcp-collectives/src/tcp/",
         "dcp-core/src/wire/",
         "dcp-formats/src/",
         "dcp-mapping/src/",

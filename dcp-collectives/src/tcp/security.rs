@@ -1,0 +1,118 @@
+//! From a bare connection to one with a rank of the same job at its other end.
+
+use std::io;
+use std::net::TcpStream;
+use std::sync::Arc;
+
+use super::dial::DialError;
+use super::greeting::{GREETING_LEN, Greeting, Protection, difference};
+use super::sealed::{Keys, Sealed};
+use super::secret::{KEY_LEN, Nonces, Secret, Side};
+use super::wire::{self, read_exact, write_all};
+use crate::mesh::socket::Socket;
+use crate::mesh::{Channel, Patience};
+
+/// What protects the connections of a rank.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Security {
+    pub(super) secret: Option<Secret>,
+}
+
+impl Security {
+    fn protection(&self) -> Protection {
+        Protection { secret: self.secret.is_some(), tls: false }
+    }
+
+    /// Protects a connection that this rank made.
+    pub(super) fn dial(
+        &self,
+        stream: TcpStream,
+        patience: Patience<'_>,
+    ) -> Result<Arc<dyn Channel>, DialError> {
+        let channel: Arc<dyn Channel> = Arc::new(Socket::new(stream));
+        let (mine, nonce) = self.greet(&*channel, patience)?;
+        let theirs = heard(&*channel, patience)?;
+        if let Some(reason) = difference(mine, theirs.protection) {
+            return Err(DialError::Refused { reason: reason.to_owned(), retry: false });
+        }
+        let nonces = Nonces { dialer: nonce, acceptor: theirs.nonce };
+        self.authenticate(channel, Side::Dialer, &nonces, patience)?.ok_or(DialError::Refused {
+            reason: "the shared secret of the peer is another one (DCP_SECRET)".to_owned(),
+            retry: false,
+        })
+    }
+
+    /// Protects a connection that another process made, perhaps a stranger. Until this returns, nothing is allocated that the
+    /// other side could make larger.
+    pub(super) fn accept(
+        &self,
+        stream: TcpStream,
+        patience: Patience<'_>,
+    ) -> io::Result<Arc<dyn Channel>> {
+        let channel: Arc<dyn Channel> = Arc::new(Socket::new(stream));
+        let theirs = heard(&*channel, patience)?;
+        let (mine, nonce) = self.greet(&*channel, patience)?;
+        if mine != theirs.protection {
+            return Err(wire::invalid("the peer has another protection (secret, TLS)"));
+        }
+        let nonces = Nonces { dialer: theirs.nonce, acceptor: nonce };
+        self.authenticate(channel, Side::Acceptor, &nonces, patience)?
+            .ok_or_else(|| wire::invalid("the peer does not have the shared secret"))
+    }
+
+    fn greet(
+        &self,
+        channel: &dyn Channel,
+        patience: Patience<'_>,
+    ) -> io::Result<(Protection, [u8; KEY_LEN])> {
+        let mut nonce = [0; KEY_LEN];
+        getrandom::fill(&mut nonce).map_err(io::Error::from)?;
+        let protection = self.protection();
+        write_all(channel, &Greeting { protection, nonce }.to_bytes(), patience)?;
+        Ok((protection, nonce))
+    }
+
+    /// Exchanges proofs of the secret, that of the dialing side first: a stranger that dials gets
+    /// nothing to try guesses of the secret on. `None`: the peer has another secret.
+    fn authenticate(
+        &self,
+        channel: Arc<dyn Channel>,
+        side: Side,
+        nonces: &Nonces,
+        patience: Patience<'_>,
+    ) -> io::Result<Option<Arc<dyn Channel>>> {
+        let Some(secret) = &self.secret else { return Ok(Some(channel)) };
+        let broken = || wire::invalid("no HMAC");
+        let proof = secret.prove(side, nonces).ok_or_else(broken)?;
+        let verified = |patience| -> io::Result<bool> {
+            let mut theirs = [0; KEY_LEN];
+            read_exact(&*channel, &mut theirs, patience)?;
+            Ok(secret.verify(side.other(), nonces, &theirs))
+        };
+        let holds = match side {
+            Side::Dialer => {
+                write_all(&*channel, &proof, patience)?;
+                verified(patience)?
+            }
+            Side::Acceptor => {
+                let holds = verified(patience)?;
+                // A wrong proof in return says that the secrets differ.
+                let answer = if holds { proof } else { [0; KEY_LEN] };
+                write_all(&*channel, &answer, patience)?;
+                holds
+            }
+        };
+        if !holds {
+            return Ok(None);
+        }
+        let key = |side| secret.key(side, nonces).ok_or_else(broken);
+        let keys = Keys { mine: key(side)?, theirs: key(side.other())? };
+        Ok(Some(Arc::new(Sealed::new(channel, &keys)?)))
+    }
+}
+
+fn heard(channel: &dyn Channel, patience: Patience<'_>) -> io::Result<Greeting> {
+    let mut bytes = [0; GREETING_LEN];
+    read_exact(channel, &mut bytes, patience)?;
+    Greeting::parse(&bytes)
+}

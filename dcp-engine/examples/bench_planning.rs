@@ -42,8 +42,8 @@ fn main() -> Result {
         }
         ["make-metadata", layout, ranks, keys, file] => {
             let (ranks, keys) = (ranks.parse()?, keys.parse()?);
-            let plans = (0..ranks).map(|rank| local_plan(layout, rank, ranks, keys));
-            let plans = plans.collect::<Result<Vec<_>>>()?;
+            let plans = (0..ranks).map(|rank| Ok(local_plan(layout, rank, ranks, keys)?.to_wire()));
+            let plans = SavePlan::from_wires(&plans.collect::<Result<Vec<_>>>()?)?;
             Ok(std::fs::write(file, encode(&placed(&plans)?, Profile::default())?)?)
         }
         ["plan", file] => {

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::machine::{Machine, machine};
 use crate::process::{Scratch, output};
-use crate::{Result, bench_convert, bench_object, process, venv, workspace};
+use crate::{Result, bench_convert, bench_object, bench_plan, process, venv, workspace};
 
 const ROUNDS: usize = 5;
 const STARTS: usize = 9;
@@ -22,6 +22,8 @@ const STARTS: usize = 9;
 pub(crate) fn main(args: &[&str]) -> Result {
     let (convert, args) = match args {
         ["object", rest @ ..] => return bench_object::main(rest),
+        ["plan", rest @ ..] => return bench_plan::main(rest),
+        ["--check", rest @ ..] => return bench_plan::check(rest),
         ["convert", rest @ ..] => (true, rest),
         _ => (false, args),
     };

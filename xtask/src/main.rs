@@ -8,6 +8,7 @@ mod api;
 mod bench;
 mod bench_convert;
 mod bench_object;
+mod bench_plan;
 mod browser;
 mod emulators;
 mod features;
@@ -57,6 +58,8 @@ cargo xtask <command>
   bench [--gib N] [--disk DIR]        a table of speeds, ours beside PyTorch's
   bench convert [...]                 the same for converting, with peak memory
   bench object [--gib N]              requests, bytes and speeds at object stores
+  bench plan                          seconds and memory of planning and of the index
+  bench --check [--update]            compares instructions and bytes with xtask/bench_counts.json
   emulators up | down | env           S3, Azure, GCS and HTTP on this machine, for tests
   emulators run -- COMMAND            the same for one command
   browser [--keep]                    pages of `dcp report` in headless Chromium

@@ -41,8 +41,10 @@ const FAILURE: u8 = 1;
 /// The outcome of a step on one rank, on the wire.
 #[derive(Debug, Serialize, Deserialize)]
 enum Verdict<T> {
+    #[serde(rename = "d")]
     Done(T),
     /// [`RankFailure::into_parts`] of each failure.
+    #[serde(rename = "f")]
     Failed(Vec<(Rank, String, String)>),
 }
 

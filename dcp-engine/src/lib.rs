@@ -23,6 +23,7 @@ mod group;
 mod load;
 mod memory;
 mod messages;
+mod packed;
 mod parallel;
 mod planned;
 mod receiver;

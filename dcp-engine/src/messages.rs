@@ -5,13 +5,14 @@ use std::time::Duration;
 
 use dcp_cast::CastCounts;
 use dcp_core::checkpoint::WriteReport;
+use dcp_core::wire::{MessageReader, MessageWriter};
 use dcp_core::{Key, PlanError, Rank, StorageError};
-use serde::{Deserialize, Serialize};
 
+use crate::packed::{self, Packed, packed};
 use crate::summary::{FileTime, WriteTimes};
 
 /// The first message of a rank to the coordinator: its structure, and the plan that it remembers.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, PartialEq)]
 pub(crate) struct Offer {
     /// Which save of its saver this is.
     pub(crate) sequence: u64,
@@ -20,7 +21,7 @@ pub(crate) struct Offer {
 }
 
 /// The answer of the coordinator.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, PartialEq)]
 pub(crate) enum Decision {
     /// Every rank repeats its last write plan, under the names of this generation.
     Repeat { generation: u64 },
@@ -28,7 +29,7 @@ pub(crate) enum Decision {
     Plan { plan_id: u64 },
 }
 
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, PartialEq)]
 pub(crate) struct Totals {
     pub(crate) entries: u64,
     pub(crate) bytes_written: u64,
@@ -39,7 +40,7 @@ pub(crate) struct Totals {
 }
 
 /// What a rank wrote, and how long it took.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, PartialEq)]
 pub(crate) struct RankReport {
     pub(crate) lines: Vec<Line>,
     pub(crate) cast: CastCounts,
@@ -55,6 +56,125 @@ impl RankReport {
     /// Bytes in data files.
     pub(crate) fn bytes(&self) -> u64 {
         self.lines.iter().map(|(_, len, ..)| len).sum()
+    }
+}
+
+packed!(Offer Decision Totals RankReport);
+
+impl Packed for Offer {
+    const MAGIC: [u8; 4] = *b"dof1";
+
+    fn pack(&self, out: &mut MessageWriter) {
+        out.number(self.sequence);
+        out.bytes(&self.fingerprint.0.to_le_bytes());
+        out.bytes(&self.fingerprint.1.to_le_bytes());
+        out.bytes(self.remembers.map(u64::to_le_bytes).as_ref().map_or(&[], |id| id));
+    }
+
+    fn unpack(input: &mut MessageReader<'_>) -> Result<Self, PlanError> {
+        let sequence = input.number()?;
+        let mut half = || packed::array(input).map(u64::from_le_bytes);
+        let fingerprint = (half()?, half()?);
+        let remembers = match input.clone().bytes()? {
+            [] => input.bytes().map(|_| None)?,
+            _ => Some(u64::from_le_bytes(packed::array(input)?)),
+        };
+        Ok(Self { sequence, fingerprint, remembers })
+    }
+}
+
+impl Packed for Decision {
+    const MAGIC: [u8; 4] = *b"dde1";
+
+    fn pack(&self, out: &mut MessageWriter) {
+        let (repeats, number) = match self {
+            Self::Repeat { generation } => (1, *generation),
+            Self::Plan { plan_id } => (0, *plan_id),
+        };
+        out.number(repeats);
+        out.number(number);
+    }
+
+    fn unpack(input: &mut MessageReader<'_>) -> Result<Self, PlanError> {
+        let (repeats, number) = (packed::flag(input)?, input.number()?);
+        Ok(match repeats {
+            true => Self::Repeat { generation: number },
+            false => Self::Plan { plan_id: number },
+        })
+    }
+}
+
+impl Packed for Totals {
+    const MAGIC: [u8; 4] = *b"dto1";
+
+    fn pack(&self, out: &mut MessageWriter) {
+        let Self { entries, bytes_written, files, reused_plan, write_times, cast } = self;
+        out.numbers(&[*entries, *bytes_written, *files, u64::from(*reused_plan)]);
+        out.number(write_times.slowest_rank.into());
+        packed::put_duration(out, write_times.slowest);
+        out.number(write_times.slowest_bytes);
+        packed::put_duration(out, write_times.mean);
+        packed::put_file(out, write_times.slowest_file.as_ref());
+        packed::put_cast(out, cast);
+    }
+
+    fn unpack(input: &mut MessageReader<'_>) -> Result<Self, PlanError> {
+        let (entries, bytes_written, files) = (input.number()?, input.number()?, input.number()?);
+        let reused_plan = packed::flag(input)?;
+        let slowest_rank = Rank::try_from(input.number()?).unwrap_or(Rank::MAX);
+        let (slowest, slowest_bytes) = (packed::duration(input)?, input.number()?);
+        let (mean, slowest_file) = (packed::duration(input)?, packed::file(input)?);
+        let write_times = WriteTimes { slowest_rank, slowest, slowest_bytes, mean, slowest_file };
+        let cast = packed::cast(input)?;
+        Ok(Self { entries, bytes_written, files, reused_plan, write_times, cast })
+    }
+}
+
+impl Packed for RankReport {
+    const MAGIC: [u8; 4] = *b"drr1";
+
+    fn pack(&self, out: &mut MessageWriter) {
+        out.number(self.lines.len() as u64);
+        for (name, len, sha256, checksums) in &self.lines {
+            out.text(name);
+            out.number(*len);
+            out.bytes(sha256.as_ref().map_or(&[], |digest| digest));
+            out.number(checksums.len() as u64);
+            let mut last = 0_u64;
+            for (offset, crc32) in checksums {
+                // Chunks mostly are in the order of their offsets.
+                out.number(offset.wrapping_sub(last));
+                out.number((*crc32).into());
+                last = *offset;
+            }
+        }
+        packed::put_cast(out, &self.cast);
+        packed::put_duration(out, self.duration);
+        packed::put_file(out, self.slowest_file.as_ref());
+    }
+
+    fn unpack(input: &mut MessageReader<'_>) -> Result<Self, PlanError> {
+        let mut lines = Vec::new();
+        for _ in 0..input.count()? {
+            let (name, len) = (input.text()?.to_owned(), input.number()?);
+            let sha256 = match input.clone().bytes()? {
+                [] => input.bytes().map(|_| None)?,
+                _ => Some(packed::array(input)?),
+            };
+            let mut checksums = Vec::new();
+            let mut last = 0_u64;
+            for _ in 0..input.count()? {
+                last = last.wrapping_add(input.number()?);
+                let crc32 = u32::try_from(input.number()?).map_err(|_| PlanError::Message {
+                    message: "the report of a rank".into(),
+                    problem: "a CRC-32 of more than 32 bits".into(),
+                })?;
+                checksums.push((last, crc32));
+            }
+            lines.push((name, len, sha256, checksums));
+        }
+        let (cast, duration) = (packed::cast(input)?, packed::duration(input)?);
+        Ok(Self { lines, cast, duration, slowest_file: packed::file(input)? })
     }
 }
 
@@ -103,4 +223,78 @@ pub(crate) fn report(lines: Vec<Line>) -> Result<WriteReport, StorageError> {
         files.push((key, len));
     }
     Ok(WriteReport::new(files).with_sha256(sha256).with_checksums(all_checksums))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fmt::Debug;
+
+    use proptest::prelude::*;
+    use serde::Serialize;
+    use serde::de::DeserializeOwned;
+
+    use super::*;
+
+    fn sent<T: Serialize + DeserializeOwned + PartialEq + Debug>(message: &T) -> usize {
+        let mut bytes = Vec::new();
+        ciborium::into_writer(message, &mut bytes).unwrap();
+        assert_eq!(ciborium::from_reader::<T, _>(&*bytes).unwrap(), *message);
+        for at in 0..bytes.len() {
+            // Damage is an error or another message.
+            for bit in 0..8 {
+                let mut damaged = bytes.clone();
+                damaged[at] ^= 1 << bit;
+                let _ = ciborium::from_reader::<T, _>(&*damaged);
+            }
+            assert!(ciborium::from_reader::<T, _>(&bytes[..at]).is_err());
+        }
+        bytes.len()
+    }
+
+    fn times() -> impl Strategy<Value = Option<FileTime>> {
+        let file = ("[a-z_.0-9]{0,20}", any::<u32>(), any::<u64>(), any::<Duration>());
+        let file =
+            file.prop_map(|(file, rank, bytes, duration)| FileTime { rank, file, bytes, duration });
+        prop::option::of(file)
+    }
+
+    fn cast() -> impl Strategy<Value = CastCounts> {
+        (any::<[u64; 5]>(), 0.0..1e9).prop_map(|(counts, max_relative_error)| CastCounts {
+            elements: counts[0],
+            out_of_range: counts[1],
+            underflowed: counts[2],
+            became_nan: counts[3],
+            inexact: counts[4],
+            max_relative_error,
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn messages_arrive_as_they_were_sent(
+            numbers in any::<[u64; 6]>(),
+            remembers in any::<Option<u64>>(),
+            lines in prop::collection::vec(
+                ("[a-z_.0-9]{0,20}", any::<u64>(), any::<Option<[u8; 32]>>(),
+                 prop::collection::vec(any::<(u64, u32)>(), 0..4)), 0..3),
+            (cast, slowest_file, duration) in (cast(), times(), any::<Duration>()),
+        ) {
+            let [sequence, high, low, entries, bytes_written, files] = numbers;
+            let offer = Offer { sequence, fingerprint: (high, low), remembers };
+            prop_assert!(sent(&offer) <= 46);
+            sent(&Decision::Repeat { generation: high });
+            sent(&Decision::Plan { plan_id: low });
+            let write_times = WriteTimes {
+                slowest_rank: 7,
+                slowest: duration,
+                slowest_bytes: low,
+                mean: duration,
+                slowest_file: slowest_file.clone(),
+            };
+            sent(&Totals { entries, bytes_written, files, reused_plan: true, write_times, cast });
+            sent(&RankReport { lines, cast, duration, slowest_file });
+        }
+    }
 }

@@ -1,13 +1,14 @@
 //! Saves of an unchanged structure reuse the plan.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
-use dcp_core::{Collective, DType, StateDict, Storage, Tensor};
+use bytes::Bytes;
+use dcp_core::{Collective, CollectiveError, DType, StateDict, Storage, Tensor};
 use dcp_engine::{SaveSummary, Saver};
 use dcp_formats::dcp::{DcpWriter, FileLayout};
 use dcp_planner::{DedupPolicy, DefaultSavePlanner};
 
-use crate::harness::{block_on, holds_sample, memory, on_ranks, sample};
+use crate::harness::{block_on, counting, holds_sample, memory, on_ranks, rows, sample};
 
 #[test]
 fn the_second_save_reuses_the_plan() {
@@ -163,4 +164,93 @@ fn another_layout_of_files_is_another_plan() {
     });
     assert!(runs.iter().all(|files| files == &[2, 5, 2]), "{runs:?}");
     assert!((0..3).all(|step| holds_sample(&places[step], step as i32)));
+}
+
+/// A collective that counts what this rank sends and receives, call by call.
+#[derive(Debug)]
+struct Counting {
+    inner: Arc<dyn Collective>,
+    calls: Mutex<Vec<(&'static str, usize)>>,
+}
+
+impl Counting {
+    fn note(&self, what: &'static str, bytes: usize) {
+        self.calls.lock().unwrap().push((what, bytes));
+    }
+}
+
+impl Collective for Counting {
+    fn rank(&self) -> u32 {
+        self.inner.rank()
+    }
+
+    fn world_size(&self) -> u32 {
+        self.inner.world_size()
+    }
+
+    fn gather(&self, root: u32, mine: Bytes) -> Result<Option<Vec<Bytes>>, CollectiveError> {
+        self.note("gather", mine.len());
+        self.inner.gather(root, mine)
+    }
+
+    fn scatter(&self, root: u32, all: Option<Vec<Bytes>>) -> Result<Bytes, CollectiveError> {
+        let mine = self.inner.scatter(root, all)?;
+        self.note("scatter", mine.len());
+        Ok(mine)
+    }
+
+    fn broadcast(&self, root: u32, from_root: Option<Bytes>) -> Result<Bytes, CollectiveError> {
+        let received = self.inner.broadcast(root, from_root)?;
+        self.note("broadcast", received.len());
+        Ok(received)
+    }
+
+    fn all_gather(&self, mine: Bytes) -> Result<Vec<Bytes>, CollectiveError> {
+        let all = self.inner.all_gather(mine)?;
+        self.note("all_gather", all.iter().map(Bytes::len).sum());
+        Ok(all)
+    }
+
+    fn barrier(&self) -> Result<(), CollectiveError> {
+        self.inner.barrier()
+    }
+
+    fn abort(&self, reason: &str) {
+        self.inner.abort(reason);
+    }
+}
+
+#[test]
+fn a_save_of_unchanged_structure_plans_in_64_bytes_for_each_rank() {
+    const TENSORS: usize = 100;
+    let places = [memory(), memory()];
+    let state = |rank, first| {
+        let tensors = (0..TENSORS).map(|n| {
+            let rows = rows(&[12, 3], rank, 3);
+            (format!("layers.{n}.weight"), counting(&[12, 3], &[rows], first))
+        });
+        tensors.collect::<StateDict>()
+    };
+    let calls = on_ranks(3, |rank, group| {
+        let group = Arc::new(Counting { inner: group, calls: Mutex::default() });
+        let saver = Saver::new().group(Arc::clone(&group) as _);
+        let calls = [0, 1].map(|step| {
+            let writer = DcpWriter::new(Arc::clone(&places[step]));
+            let saved = block_on(saver.save(&state(rank, step as i32), &writer)).unwrap();
+            assert_eq!(saved.reused_plan, step == 1);
+            std::mem::take(&mut *group.calls.lock().unwrap())
+        });
+        calls
+    });
+    for [first, second] in calls {
+        let names = |calls: &[(&'static str, usize)]| calls.iter().map(|c| c.0).collect::<Vec<_>>();
+        let plan = ["gather", "broadcast"];
+        let write = ["gather", "broadcast", "broadcast"];
+        assert_eq!(names(&first), [&plan[..], &["gather", "scatter"], &write].concat());
+        assert_eq!(names(&second), [&plan[..], &write].concat());
+        let bytes = |calls: &[(&str, usize)]| calls.iter().map(|call| call.1).sum::<usize>();
+        assert!(bytes(&second[..2]) <= 64, "{second:?}");
+        // The CRC-32 and the offset of each chunk that a rank wrote, and a hundred bytes.
+        assert!(bytes(&second) <= 64 + 100 + 9 * TENSORS + 100, "{second:?}");
+    }
 }

@@ -234,13 +234,12 @@ fn a_save_of_unchanged_structure_plans_in_64_bytes_for_each_rank() {
     let calls = on_ranks(3, |rank, group| {
         let group = Arc::new(Counting { inner: group, calls: Mutex::default() });
         let saver = Saver::new().group(Arc::clone(&group) as _);
-        let calls = [0, 1].map(|step| {
+        [0, 1].map(|step| {
             let writer = DcpWriter::new(Arc::clone(&places[step]));
             let saved = block_on(saver.save(&state(rank, step as i32), &writer)).unwrap();
             assert_eq!(saved.reused_plan, step == 1);
             std::mem::take(&mut *group.calls.lock().unwrap())
-        });
-        calls
+        })
     });
     for [first, second] in calls {
         let names = |calls: &[(&'static str, usize)]| calls.iter().map(|c| c.0).collect::<Vec<_>>();

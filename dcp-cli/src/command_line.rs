@@ -80,6 +80,9 @@ impl CommandLine {
     where
         A: Into<OsString>,
     {
+        // Cargo gives a plug-in the same reqwest, which has no provider of cryptography in this
+        // build; a client of the plug-in would panic. A program that has chosen one keeps it.
+        let _ = rustls::crypto::ring::default_provider().install_default();
         let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
         let parsed = program(&self.plugins).try_get_matches_from(&args).and_then(|matches| {
             let json = matches.subcommand().is_some_and(|(_, of_command)| {

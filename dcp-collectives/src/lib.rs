@@ -19,3 +19,5 @@ pub use solo::Solo;
 pub use tcp::{
     DEFAULT_CONNECT_TIMEOUT, DEFAULT_MAX_MESSAGE, Secret, SecretError, TcpCollective, TcpConfig,
 };
+#[cfg(feature = "tls")]
+pub use tcp::{Tls, TlsError};

@@ -46,6 +46,13 @@ pub enum EnvError {
         /// What is wrong.
         source: SecretError,
     },
+    /// The files of TLS cannot be used.
+    #[cfg(feature = "tls")]
+    #[error("TLS (DCP_TLS_CERT, DCP_TLS_KEY, DCP_TLS_CA): {source}")]
+    Tls {
+        /// What is wrong.
+        source: crate::TlsError,
+    },
     /// The launcher sets nothing that says where rank 0 listens.
     #[error("{launcher} does not say where rank 0 listens; set {variable}, the same on all ranks")]
     NoMeetingPoint {

@@ -40,7 +40,8 @@ use crate::tcp::{Secret, TcpConfig};
 /// `TORCHELASTIC_USE_AGENT_STORE=True`; rank 0 then listens at the port after it. A derived port is
 /// from 20000 to 29999. `DCP_JOB_ID` names the job, and ranks of another one are refused.
 /// `DCP_SECRET_FILE` names a file with the secret of the job ([`TcpConfig::secret`]), or `DCP_SECRET` is
-/// the secret itself. `DCP_BIND_ADDR` is the address of this host at which the rank listens.
+/// the secret itself. `DCP_TLS_CERT`, `DCP_TLS_KEY` and `DCP_TLS_CA` name PEM files, with which connections
+/// are encrypted (feature `tls`; without it, they are an error). `DCP_BIND_ADDR` is the address of this host at which the rank listens.
 ///
 /// `SLURM_PROCID` counts only inside of a step of `srun`: a batch script and an interactive shell have
 /// it, too, and are one process. `JOB_COMPLETION_INDEX` counts only with `WORLD_SIZE`: a pod without it
@@ -75,6 +76,8 @@ pub struct Launch {
     meeting: Result<(String, u16, String), EnvError>,
     secret: Option<Secret>,
     bind: Option<IpAddr>,
+    #[cfg(feature = "tls")]
+    tls: Option<crate::Tls>,
 }
 
 impl Launch {
@@ -102,7 +105,21 @@ impl Launch {
         };
         let meeting = meeting_point(launcher, world_size, variables);
         let (secret, bind) = (variables.secret()?, variables.address("DCP_BIND_ADDR")?);
-        Ok(Some(Self { launcher, rank, world_size, local_rank, meeting, secret, bind }))
+        #[cfg(feature = "tls")]
+        let tls = variables.tls()?;
+        #[cfg(not(feature = "tls"))]
+        variables.no_tls()?;
+        Ok(Some(Self {
+            launcher,
+            rank,
+            world_size,
+            local_rank,
+            meeting,
+            secret,
+            bind,
+            #[cfg(feature = "tls")]
+            tls,
+        }))
     }
 
     /// The settings of a group over TCP of these ranks.
@@ -119,6 +136,10 @@ impl Launch {
         let mut config = TcpConfig::new(self.rank, self.world_size, host, port).job(job);
         if let Some(secret) = &self.secret {
             config = config.secret(secret.clone());
+        }
+        #[cfg(feature = "tls")]
+        if let Some(tls) = &self.tls {
+            config = config.tls(tls.clone());
         }
         if let Some(address) = self.bind {
             config = config.bind(address);

@@ -10,6 +10,8 @@ type Get<'a> = &'a dyn Fn(&'static str) -> Result<Option<String>, EnvError>;
 
 pub(super) const PORT: &str = "a port number from 1 to 65535";
 pub(super) const HOST: &str = "a host name or an IP address";
+/// Files of the certificate, its key and the authorities.
+const TLS: [&str; 3] = ["DCP_TLS_CERT", "DCP_TLS_KEY", "DCP_TLS_CA"];
 const RANK: &str = "a number from 0";
 const COUNT: &str = "a number from 1";
 
@@ -77,6 +79,34 @@ impl<'a> Variables<'a> {
             (None, Some(text)) => Secret::new(text.trim()).map(Some).map_err(failed(TEXT)),
             (None, None) => Ok(None),
         }
+    }
+
+    /// Certificate, key and authority, if all of them are named.
+    #[cfg(feature = "tls")]
+    pub(super) fn tls(&self) -> Result<Option<crate::Tls>, EnvError> {
+        let [certificate, key, authorities] = TLS;
+        let names = [self.text(certificate)?, self.text(key)?, self.text(authorities)?];
+        let missing = |variable| Err(EnvError::Missing { variable });
+        match &names {
+            [Some(own), Some(private), Some(roots)] => crate::Tls::from_files(own, private, roots)
+                .map(Some)
+                .map_err(|source| EnvError::Tls { source }),
+            [None, None, None] => Ok(None),
+            [None, ..] => missing(certificate),
+            [_, None, _] => missing(key),
+            [_, _, None] => missing(authorities),
+        }
+    }
+
+    /// Connections that should be encrypted are not made without encryption.
+    #[cfg(not(feature = "tls"))]
+    pub(super) fn no_tls(&self) -> Result<(), EnvError> {
+        for variable in TLS {
+            if let Some(value) = self.text(variable)? {
+                return Err(invalid(variable, value, "unset: this build has no TLS"));
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn port(&self, variable: &'static str) -> Result<Option<u16>, EnvError> {

@@ -8,6 +8,8 @@ use dcp_core::{CollectiveError, Rank};
 use super::TcpCollective;
 use super::secret::Secret;
 use super::security::Security;
+#[cfg(feature = "tls")]
+use super::tls::Tls;
 use crate::deadline::DEFAULT_DEADLINE;
 
 /// Default of [`TcpConfig::connect_timeout`]: how long ranks wait for each other to start.
@@ -117,6 +119,15 @@ impl TcpConfig {
     #[must_use]
     pub fn secret(mut self, secret: Secret) -> Self {
         self.security.secret = Some(secret);
+        self
+    }
+
+    /// Encrypts every connection with TLS 1.3, on which both ends show a certificate of the job's
+    /// authority. A secret, too, may be required.
+    #[cfg(feature = "tls")]
+    #[must_use]
+    pub fn tls(mut self, tls: Tls) -> Self {
+        self.security.tls = Some(tls);
         self
     }
 

@@ -37,6 +37,9 @@ impl DialError {
         use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
         let ended = [UnexpectedEof, ConnectionReset, ConnectionAborted, BrokenPipe];
         match self {
+            Self::Io(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                Self::Refused { reason: error.to_string(), retry: false }
+            }
             Self::Io(error) if ended.contains(&error.kind()) => Self::Ended(error),
             other => other,
         }

@@ -11,6 +11,8 @@ mod rendezvous;
 mod sealed;
 mod secret;
 mod security;
+#[cfg(feature = "tls")]
+mod tls;
 mod wire;
 
 use std::fmt;
@@ -21,6 +23,8 @@ use dcp_core::{Collective, CollectiveError, Rank};
 
 pub use self::config::{DEFAULT_CONNECT_TIMEOUT, DEFAULT_MAX_MESSAGE, TcpConfig};
 pub use self::secret::{Secret, SecretError};
+#[cfg(feature = "tls")]
+pub use self::tls::{Tls, TlsError};
 use crate::mesh::{CallLimits, Mesh, Transport};
 
 /// One rank of a group whose ranks are processes, here or on other hosts: a [`Mesh`] over TCP.

@@ -21,6 +21,9 @@ use crate::mesh::frame::MAX_ITEM;
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
+/// How long a port that is taken may take to become free.
+const TAKEN: Duration = Duration::from_secs(3);
+
 /// How long a rank that waits may take to answer that it is there. One that is late comes again.
 const PROBE: Duration = Duration::from_secs(5);
 
@@ -44,7 +47,7 @@ fn host(config: &mut TcpConfig, deadline: Deadline) -> Result<Node, CollectiveEr
     };
     let listener = match config.listener.take() {
         Some(listener) => listener,
-        None => listen_as_master(config).map_err(cannot_listen)?,
+        None => listen_patiently(config, deadline).map_err(cannot_listen)?,
     };
     let (joiners, arrivals) = mpsc::channel();
     let mut node =
@@ -62,6 +65,22 @@ fn host(config: &mut TcpConfig, deadline: Deadline) -> Result<Node, CollectiveEr
     }
     node.set_addresses(addresses);
     Ok(node)
+}
+
+/// Opens the master port. One that was closed a moment ago can still be taken: a process that is being
+/// started holds it open until it runs its own program.
+fn listen_patiently(config: &TcpConfig, deadline: Deadline) -> io::Result<TcpListener> {
+    let until = Deadline::after(TAKEN.min(deadline.left().unwrap_or_default()));
+    let mut pause = FIRST_PAUSE;
+    loop {
+        match (listen_as_master(config), until.left()) {
+            (Err(error), Some(left)) if error.kind() == io::ErrorKind::AddrInUse => {
+                thread::sleep(pause.min(left));
+                pause = (2 * pause).min(LONGEST_PAUSE);
+            }
+            (done, _) => return done,
+        }
+    }
 }
 
 fn listen_as_master(config: &TcpConfig) -> io::Result<TcpListener> {

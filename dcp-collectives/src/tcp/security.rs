@@ -16,11 +16,36 @@ use crate::mesh::{Channel, Patience};
 #[derive(Clone, Debug, Default)]
 pub(super) struct Security {
     pub(super) secret: Option<Secret>,
+    #[cfg(feature = "tls")]
+    pub(super) tls: Option<super::tls::Tls>,
 }
 
 impl Security {
     fn protection(&self) -> Protection {
-        Protection { secret: self.secret.is_some(), tls: false }
+        #[cfg(feature = "tls")]
+        let tls = self.tls.is_some();
+        #[cfg(not(feature = "tls"))]
+        let tls = false;
+        Protection { secret: self.secret.is_some(), tls }
+    }
+
+    /// Whether the other side of a connection is known to be of the job.
+    pub(super) fn is_strict(&self) -> bool {
+        self.protection().secret || self.protection().tls
+    }
+
+    fn encrypt(
+        &self,
+        channel: Arc<dyn Channel>,
+        side: Side,
+        patience: Patience<'_>,
+    ) -> io::Result<Arc<dyn Channel>> {
+        #[cfg(feature = "tls")]
+        if let Some(tls) = &self.tls {
+            return tls.wrap(channel, side, patience);
+        }
+        let _ = (side, patience);
+        Ok(channel)
     }
 
     /// Protects a connection that this rank made.
@@ -36,6 +61,7 @@ impl Security {
             return Err(DialError::Refused { reason: reason.to_owned(), retry: false });
         }
         let nonces = Nonces { dialer: nonce, acceptor: theirs.nonce };
+        let channel = self.encrypt(channel, Side::Dialer, patience)?;
         self.authenticate(channel, Side::Dialer, &nonces, patience)?.ok_or(DialError::Refused {
             reason: "the shared secret of the peer is another one (DCP_SECRET)".to_owned(),
             retry: false,
@@ -56,6 +82,7 @@ impl Security {
             return Err(wire::invalid("the peer has another protection (secret, TLS)"));
         }
         let nonces = Nonces { dialer: theirs.nonce, acceptor: nonce };
+        let channel = self.encrypt(channel, Side::Acceptor, patience)?;
         self.authenticate(channel, Side::Acceptor, &nonces, patience)?
             .ok_or_else(|| wire::invalid("the peer does not have the shared secret"))
     }
@@ -104,6 +131,10 @@ impl Security {
         };
         if !holds {
             return Ok(None);
+        }
+        if self.protection().tls {
+            // TLS has proofs of its own in its records.
+            return Ok(Some(channel));
         }
         let key = |side| secret.key(side, nonces).ok_or_else(broken);
         let keys = Keys { mine: key(side)?, theirs: key(side.other())? };

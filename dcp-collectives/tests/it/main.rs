@@ -9,3 +9,5 @@ mod model;
 mod processes;
 mod rendezvous;
 mod secrets;
+#[cfg(feature = "tls")]
+mod tls;

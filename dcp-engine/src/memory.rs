@@ -31,6 +31,11 @@ impl Memory {
         self.mine().clone().filter(|last| last.fingerprint == fingerprint)
     }
 
+    /// This rank's part of the last save.
+    pub(crate) fn last(&self) -> Option<Remembered> {
+        self.mine().clone()
+    }
+
     pub(crate) fn keep(&self, mine: Remembered) {
         *self.mine() = Some(mine);
     }

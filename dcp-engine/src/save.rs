@@ -1,6 +1,7 @@
 //! The save protocol: plan, merge, write, commit.
 
 mod coordinator;
+mod restart;
 
 use std::collections::HashMap;
 use std::convert::Infallible;

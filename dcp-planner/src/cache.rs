@@ -59,6 +59,20 @@ impl PlanCache {
         }
     }
 
+    /// All plans with their keys, the one used last first.
+    #[must_use]
+    pub fn entries(&self) -> Vec<(Arc<[u128]>, Arc<GlobalPlan>)> {
+        let slots = self.plans.iter();
+        let mut entries: Vec<_> = slots
+            .map(|slot| {
+                let last_used = slot.last_used.load(Ordering::Relaxed);
+                (last_used, Arc::clone(slot.key()), Arc::clone(&slot.plan))
+            })
+            .collect();
+        entries.sort_by_key(|(last_used, ..)| std::cmp::Reverse(*last_used));
+        entries.into_iter().map(|(_, key, plan)| (key, plan)).collect()
+    }
+
     /// Plans in the cache.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -102,6 +116,8 @@ mod tests {
         cache.insert([3, 3], plan());
         assert_eq!(cache.len(), 2);
         assert!(cache.get(&[1, 1]).is_some() && cache.get(&[2, 2]).is_none());
+        let keys = |cache: &PlanCache| cache.entries().into_iter().map(|e| e.0).collect::<Vec<_>>();
+        assert_eq!(keys(&cache), [Arc::from([1, 1]), Arc::from([3, 3])]);
         assert!(cache.get(&[1]).is_none() && cache.get(&[1, 1, 1]).is_none());
         cache.clear();
         assert!(cache.is_empty());

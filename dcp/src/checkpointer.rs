@@ -13,7 +13,8 @@ use std::sync::Arc;
 use dcp_core::planner::{LoadPlanner, SavePlanner};
 use dcp_core::registry::StorageRegistry;
 use dcp_core::{
-    CheckpointError, Collective, Rank, StateDict, Stateful, Storage, StorageReader, StorageWriter,
+    CheckpointError, Collective, PlanError, Rank, StateDict, Stateful, Storage, StorageReader,
+    StorageWriter,
 };
 use dcp_engine::{
     BackgroundSaver, Casts, CheckpointObserver, LoadMode, LoadSummary, Loader, SaveHandle,
@@ -204,6 +205,21 @@ impl Checkpointer {
     pub fn remember_plans(self, remember: bool) -> Self {
         let saver = self.saver.clone().remember_plans(remember);
         self.with_saver(saver)
+    }
+
+    /// The plan of the last save, for the same rank after a restart ([`Saver::export_plans`]).
+    #[must_use]
+    pub fn export_plans(&self) -> Option<Vec<u8>> {
+        self.saver.export_plans()
+    }
+
+    /// Remembers an exported plan ([`Saver::import_plans`]).
+    ///
+    /// # Errors
+    ///
+    /// When it is damaged, or of another rank, group, planner or version.
+    pub fn import_plans(&self, plans: &[u8]) -> Result<(), PlanError> {
+        self.saver.import_plans(plans)
     }
 
     /// Copies the state of [background](Save::background) saves by `stager`; by default with a

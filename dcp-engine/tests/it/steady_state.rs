@@ -253,3 +253,68 @@ fn a_save_of_unchanged_structure_plans_in_64_bytes_for_each_rank() {
         assert!(bytes(&second) <= 64 + 100 + 9 * TENSORS + 100, "{second:?}");
     }
 }
+
+/// Saves with new savers, as after a restart, that remember `plans`.
+fn save_after_restart(
+    place: &Arc<dyn Storage>,
+    plans: &[Option<Vec<u8>>],
+    first: i32,
+) -> Vec<(bool, Option<Vec<u8>>)> {
+    on_ranks(3, |rank, group| {
+        let saver = Saver::new().group(group);
+        if let Some(plans) = &plans[rank as usize] {
+            saver.import_plans(plans).unwrap();
+        }
+        let writer = DcpWriter::new(Arc::clone(place));
+        let saved = block_on(saver.save(&sample(rank, 3, first), &writer)).unwrap();
+        (saved.reused_plan, saver.export_plans())
+    })
+}
+
+#[test]
+fn an_exported_plan_is_reused_after_a_restart() {
+    assert!(Saver::new().export_plans().is_none());
+    let (place, other) = (memory(), memory());
+    let (reused, plans): (Vec<_>, Vec<_>) =
+        save_after_restart(&place, &[None, None, None], 1).into_iter().unzip();
+    assert_eq!(reused, [false; 3]);
+
+    // Into the same place, and into another one.
+    for (place, first) in [(&place, 2), (&other, 3), (&place, 4)] {
+        let (reused, again): (Vec<_>, Vec<_>) =
+            save_after_restart(place, &plans, first).into_iter().unzip();
+        assert_eq!(reused, [true; 3]);
+        assert!(holds_sample(place, first));
+        assert!(again.iter().all(Option::is_some));
+    }
+
+    // A rank that lost its part makes all plan again.
+    let lost = [plans[0].clone(), None, plans[2].clone()];
+    let saved = save_after_restart(&place, &lost, 5);
+    assert!(saved.iter().all(|(reused, _)| !reused));
+    assert!(holds_sample(&place, 5));
+}
+
+#[test]
+fn an_exported_plan_of_another_rank_or_planner_and_a_damaged_one_are_refused() {
+    let saved = save_after_restart(&memory(), &[None, None, None], 1);
+    let plans: Vec<Vec<u8>> = saved.into_iter().map(|(_, plans)| plans.unwrap()).collect();
+    on_ranks(3, |rank, group| {
+        let mine = &plans[rank as usize];
+        let saver = Saver::new().group(group);
+        let other = saver.import_plans(&plans[(rank as usize + 1) % 3]).unwrap_err();
+        assert!(other.to_string().contains("rank"), "{other}");
+        let lowest = DefaultSavePlanner::new().dedup(DedupPolicy::LowestRank);
+        let other = saver.clone().planner(Arc::new(lowest)).import_plans(mine).unwrap_err();
+        assert!(other.to_string().contains("LowestRank"), "{other}");
+        for at in (0..mine.len()).step_by(7) {
+            assert!(saver.import_plans(&mine[..at]).is_err());
+            let mut damaged = mine.to_vec();
+            damaged[at] ^= 4;
+            assert!(saver.import_plans(&damaged).is_err());
+        }
+        assert!(saver.export_plans().is_none());
+        saver.import_plans(mine).unwrap();
+        assert_eq!(saver.export_plans().as_ref(), Some(mine));
+    });
+}

@@ -40,6 +40,32 @@ mod tests {
         );
     }
 
+    /// The tag of a code block that rustdoc compiles and, without `no_run`, runs.
+    fn is_rust(tag: &str) -> bool {
+        tag.split(',').all(|word| ["", "rust", "no_run", "should_panic"].contains(&word.trim()))
+    }
+
+    #[test]
+    fn every_published_library_is_documented_by_its_readme_with_an_example() {
+        let mut wrong = Vec::new();
+        for package in workspace::packages().unwrap().into_iter().filter(|p| p.is_public()) {
+            let folder = workspace::root().join(&package.dir);
+            let read = |file| std::fs::read_to_string(folder.join(file)).unwrap_or_default();
+            let include = "#![doc = include_str!(\"../README.md\")]";
+            if !read("src/lib.rs").starts_with(include) {
+                wrong.push(format!("{}/src/lib.rs does not begin with {include}", package.name));
+            }
+            let readme = read("README.md");
+            let fences: Vec<_> =
+                readme.lines().filter_map(|line| line.strip_prefix("```")).collect();
+            // Every second fence ends a block.
+            if !fences.iter().step_by(2).any(|tag| is_rust(tag)) {
+                wrong.push(format!("{}/README.md has no example that compiles", package.name));
+            }
+        }
+        assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    }
+
     #[test]
     fn ci_runs_the_commands_of_the_readme() {
         let read = |file: &str| std::fs::read_to_string(workspace::root().join(file)).unwrap();

@@ -6,6 +6,7 @@ mod groups;
 mod local;
 mod model;
 #[cfg(unix)]
+mod network;
 mod processes;
 mod rendezvous;
 mod secrets;

@@ -34,13 +34,19 @@ struct Victim {
 }
 
 /// A rank in a process of its own. Killed when dropped.
-struct RankProcess {
+pub(crate) struct RankProcess {
     child: Child,
     lines: BufReader<ChildStdout>,
 }
 
 impl RankProcess {
-    fn command(role: &str, rank: u32, world_size: u32, port: u16, deadline: Duration) -> Command {
+    pub(crate) fn command(
+        role: &str,
+        rank: u32,
+        world_size: u32,
+        port: u16,
+        deadline: Duration,
+    ) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
             .args(["processes::rank_process", "--exact", "--nocapture", "--test-threads=1"])
@@ -58,14 +64,14 @@ impl RankProcess {
         command
     }
 
-    fn start(mut command: Command) -> Self {
+    pub(crate) fn start(command: &mut Command) -> Self {
         let mut child = command.spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap());
         Self { child, lines }
     }
 
     /// The rest of the next line that holds `word`.
-    fn hear(&mut self, word: &str) -> String {
+    pub(crate) fn hear(&mut self, word: &str) -> String {
         let mut line = String::new();
         while self.lines.read_line(&mut line).unwrap() > 0 {
             if let Some((_, rest)) = line.split_once(word) {
@@ -100,7 +106,7 @@ fn start(
         if let Some(victim) = victim.filter(|victim| victim.rank == rank) {
             command.env(END, format!("{} {}", victim.operation, victim.signal));
         }
-        RankProcess::start(command)
+        RankProcess::start(&mut command)
     };
     let mut ranks = (0..world_size).map(start).collect::<Vec<_>>();
     for rank in &mut ranks {
@@ -150,6 +156,18 @@ fn rank_process() {
             let message = (rank == 0).then(|| Bytes::from(vec![7; 8 << 20]));
             group.broadcast(0, message).map(drop)
         }),
+        "checked messages" => {
+            for turn in 0..20_u8 {
+                let mine = vec![turn ^ rank as u8; 50_000];
+                let all = group.all_gather(mine.into()).unwrap();
+                for (message, from) in all.iter().zip(0..) {
+                    assert!(message.iter().all(|byte| *byte == turn ^ from), "from {from}");
+                }
+            }
+            group.barrier().unwrap();
+            say("done");
+            return;
+        }
         "exit" => {
             let _ = group.all_gather(vec![1; 300_000].into()).unwrap();
             say("done");

@@ -6,11 +6,12 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::metadata::{Entry, Placement};
-use dcp_core::storage::StorageExt as _;
+use dcp_core::storage::{ObjectMeta, StorageExt as _};
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Dims, FormatError, Key, Storage, StorageError,
     StorageErrorKind,
 };
+use futures_util::future::join;
 use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
@@ -49,7 +50,8 @@ pub(super) async fn load(
     let mut warnings = Vec::new();
     let (mut differing, mut rank_warnings, mut stale) = (Vec::new(), Vec::new(), None);
     let (mut original_shapes, mut foreign_names) = (HashMap::new(), Vec::new());
-    let (mut metadata, crc32) = match read_if_there(&**storage, METADATA).await? {
+    let (bytes, early) = join(read_if_there(&**storage, METADATA), list_early(&**storage)).await;
+    let (mut metadata, crc32) = match bytes? {
         Some(bytes) => {
             let decoded = decode(METADATA, &bytes)?;
             original_shapes = decoded.original_shapes;
@@ -62,7 +64,11 @@ pub(super) async fn load(
             (merged.metadata, None)
         }
     };
-    let listed = ListedFiles::read(&**storage, &metadata).await?;
+    let early = early.and_then(|early| ListedFiles::early(&**storage, early, &metadata));
+    let listed = match early {
+        Some(listed) => listed,
+        None => ListedFiles::read(&**storage, &metadata).await?,
+    };
     let sidecar = crc32.and_then(|crc32| sidecar_name(crc32).ok());
     let has_sidecar = sidecar.is_some_and(|key| listed.sidecars.contains(&key));
     if crc32.is_some() {
@@ -112,8 +118,23 @@ async fn read_if_there(
     }
 }
 
+/// How many objects of a folder are listed while its metadata is read.
+const LISTED_EARLY: usize = 10_000;
+
+/// The objects of the folder. `None` where there are many, or they cannot be listed: the listing
+/// after the metadata then gives the error, or takes no memory for files of others.
+async fn list_early(storage: &dyn Storage) -> Option<Vec<ObjectMeta>> {
+    let objects = storage.list_files(None).take(LISTED_EARLY + 1).try_collect::<Vec<_>>().await;
+    objects.ok().filter(|objects| objects.len() <= LISTED_EARLY)
+}
+
 pub(super) fn decode(file: &str, bytes: &Bytes) -> Result<Decoded, FormatError> {
     crate::metadata::decode_all(bytes).map_err(|error| error.in_file(file, 0))
+}
+
+/// Whether a file is in a folder below, which a listing does not show.
+fn is_below(key: &Key) -> bool {
+    key.as_str().contains('/')
 }
 
 /// What one listing of the folder shows.
@@ -132,13 +153,41 @@ struct ListedFiles {
 }
 
 impl ListedFiles {
+    fn new(storage: &dyn Storage) -> Self {
+        Self { complete: storage.capabilities().complete_listing, ..Self::default() }
+    }
+
+    /// What a listing shows that may be older than the metadata; `None` if it lacks a file, which a
+    /// save may have made since.
+    fn early(
+        storage: &dyn Storage,
+        objects: Vec<ObjectMeta>,
+        metadata: &CheckpointMetadata,
+    ) -> Option<Self> {
+        let of_index: HashSet<&Key> = metadata.files().iter().collect();
+        let mut listed = Self::new(storage);
+        objects.into_iter().for_each(|meta| listed.add(meta, &of_index));
+        let is_known = |key: &&Key| is_below(key) || listed.byte_lens.contains_key(*key);
+        of_index.iter().all(is_known).then_some(listed)
+    }
+
+    fn add(&mut self, meta: ObjectMeta, of_index: &HashSet<&Key>) {
+        let name = meta.key.as_str();
+        self.by_rank |= matches!(Named::parse(name), Some(Named::RankMetadata { .. }));
+        self.model |= name.ends_with(INDEX_ENDING);
+        if Named::parse(name) == Some(Named::Sidecar) {
+            self.sidecars.insert(meta.key);
+        } else if of_index.contains(&meta.key) {
+            self.byte_lens.insert(meta.key, meta.byte_len);
+        }
+    }
+
     async fn read(
         storage: &dyn Storage,
         metadata: &CheckpointMetadata,
     ) -> Result<Self, CheckpointError> {
         let of_index: HashSet<&Key> = metadata.files().iter().collect();
-        let mut listed =
-            Self { complete: storage.capabilities().complete_listing, ..Self::default() };
+        let mut listed = Self::new(storage);
         let mut objects = storage.list_files(None);
         while let Some(meta) = objects.next().await {
             let meta = match meta {
@@ -148,14 +197,7 @@ impl ListedFiles {
                 }
                 Err(error) => return Err(error.into()),
             };
-            let name = meta.key.as_str();
-            listed.by_rank |= matches!(Named::parse(name), Some(Named::RankMetadata { .. }));
-            listed.model |= name.ends_with(INDEX_ENDING);
-            if Named::parse(name) == Some(Named::Sidecar) {
-                listed.sidecars.insert(meta.key);
-            } else if of_index.contains(&meta.key) {
-                listed.byte_lens.insert(meta.key, meta.byte_len);
-            }
+            listed.add(meta, &of_index);
         }
         Ok(listed)
     }
@@ -190,7 +232,7 @@ impl ListedFiles {
             if let Some(len) = self.byte_lens.get(key) {
                 return Ok(Some(*len));
             }
-            if self.complete && !key.as_str().contains('/') {
+            if self.complete && !is_below(key) {
                 return Ok(None);
             }
             match storage.stat(key).await {

@@ -1,7 +1,7 @@
 //! Exchanges a trained model and its AdamW with PyTorch: the Rust half of `cargo xtask interop
 //! --candle`.
 //!
-//! - `save DIR` trains four steps and saves model and optimizer to `DIR/candle`, then trains on, and
+//! - `save DIR` trains four steps and saves model and optimizer to `DIR/rust`, then trains on, and
 //!   saves what it computed to `DIR/expected`.
 //! - `check DIR` loads what PyTorch saved to `DIR/torch`, trains on, and compares with
 //!   `DIR/torch_expected`.
@@ -76,7 +76,7 @@ impl Training {
 fn save(folder: &str) -> Result<()> {
     let mut training = Training::new()?;
     training.steps(STEPS[0].clone())?;
-    dcp::save(&training.state()?, format!("{folder}/candle")).blocking()?;
+    dcp::save(&training.state()?, format!("{folder}/rust")).blocking()?;
 
     let Computed { logits, losses } = training.go_on()?;
     let mut expected = StateDict::new();

@@ -5,7 +5,7 @@ use candle_core::backprop::GradStore;
 use candle_nn::ParamsAdamW;
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointError, Tensor, Value};
-use dcp_state::{Optimizer, ParamGroup, ParamId};
+use dcp_state::{Optimizer, ParamGroup, ParamId, adam};
 
 use crate::error::CandleError;
 use crate::model::{VarMapModel, Variable, set};
@@ -127,11 +127,7 @@ impl Optimizer for AdamW {
             .with("betas", betas)
             .with("eps", eps)
             .with("weight_decay", weight_decay);
-        let off = ["amsgrad", "maximize", "capturable", "differentiable"];
-        let group = off.into_iter().fold(group, |group, name| group.with(name, false));
-        let unset = ["foreach", "fused"];
-        let group = unset.into_iter().fold(group, |group, name| group.with(name, Value::None));
-        Ok(vec![group.with("decoupled_weight_decay", true)])
+        Ok(vec![adam::with_defaults(group)])
     }
 
     fn state(&self) -> Result<Vec<(ParamId, Dict)>, CheckpointError> {
@@ -160,6 +156,7 @@ impl Optimizer for AdamW {
         state: Vec<(ParamId, Dict)>,
     ) -> Result<(), CheckpointError> {
         for group in groups {
+            adam::check_options(&group.options, &[])?;
             load_options(&mut self.options, &group.options)?;
         }
         for (id, dict) in state {
@@ -170,7 +167,7 @@ impl Optimizer for AdamW {
                 let loaded = dict.get(name).and_then(Value::as_tensor);
                 set(var, loaded.ok_or_else(|| invalid(name, "it is not a tensor"))?)?;
             }
-            moments.steps = steps(&dict)?;
+            moments.steps = adam::steps(&dict)?;
         }
         Ok(())
     }
@@ -180,24 +177,7 @@ fn invalid(key: &str, problem: &str) -> CandleError {
     CandleError::Optimizer { key: key.to_owned(), problem: problem.to_owned() }
 }
 
-/// The number of steps: a tensor without axes, or a number as old versions of PyTorch have it.
-fn steps(dict: &Dict) -> Result<u32, CandleError> {
-    let number = match dict.get("step") {
-        Some(Value::Int(number)) => *number as f64,
-        Some(Value::Float(number)) => *number,
-        Some(Value::Tensor(tensor)) => {
-            let elements = tensor.to_vec_of::<f32>()?;
-            elements.first().copied().map(f64::from).unwrap_or(f64::NAN)
-        }
-        _ => return Err(invalid("step", "it is neither a number nor a tensor")),
-    };
-    if !(0.0..=f64::from(u32::MAX)).contains(&number) || number.fract() != 0.0 {
-        return Err(invalid("step", &format!("{number} is not a number of steps")));
-    }
-    Ok(number as u32)
-}
-
-/// Takes the options that are there. Those that change what a step computes must be off.
+/// Takes the options that are there.
 fn load_options(options: &mut ParamsAdamW, loaded: &Dict) -> Result<(), CandleError> {
     let number = |value: &Value, name: &str| match value {
         Value::Int(number) => Ok(*number as f64),
@@ -220,15 +200,6 @@ fn load_options(options: &mut ParamsAdamW, loaded: &Dict) -> Result<(), CandleEr
             options.beta2 = number(&betas[1], "betas")?;
         }
         Some(_) => return Err(invalid("betas", "it is not two numbers")),
-    }
-    for (name, expected) in
-        [("amsgrad", false), ("maximize", false), ("decoupled_weight_decay", true)]
-    {
-        if let Some(Value::Bool(value)) = loaded.get(name)
-            && *value != expected
-        {
-            return Err(invalid(name, &format!("it is {value}, which candle's AdamW does not do")));
-        }
     }
     Ok(())
 }

@@ -7,6 +7,7 @@
 //! tensors of sharded ones, and a state dict that rank 0 broadcasts. [`TrainingState`] is a model
 //! with its optimizers as a [`Stateful`](dcp_core::Stateful) value.
 
+pub mod adam;
 mod broadcast;
 mod elements;
 mod error;

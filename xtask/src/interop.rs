@@ -35,7 +35,7 @@ const SAVES: &[(&str, u32, &str, u32)] = &[
 /// Runs everything; the first difference is an error.
 pub(crate) fn main(args: &[&str]) -> Result {
     let (mut torch, mut keep, mut olmo) = (venv::NEWEST, false, false);
-    let (mut megatron, mut object, mut candle) = (None, false, false);
+    let (mut megatron, mut object, mut framework) = (None, false, None);
     let mut args = args.iter();
     while let Some(arg) = args.next() {
         match *arg {
@@ -43,7 +43,8 @@ pub(crate) fn main(args: &[&str]) -> Result {
             "--keep" => keep = true,
             "--olmo" => olmo = true,
             "--object" => object = true,
-            "--candle" => candle = true,
+            "--candle" => framework = Some("candle"),
+            "--burn" => framework = Some("burn"),
             "--megatron" => megatron = megatron.or(Some(venv::MEGATRON)),
             // Also older ones, which have shapes of their own.
             "--megatron-version" => {
@@ -81,9 +82,9 @@ pub(crate) fn main(args: &[&str]) -> Result {
         println!("interop in S3: both directions agree ({:.0?})", start.elapsed());
         return Ok(());
     }
-    if candle {
-        run.candle()?;
-        println!("interop with candle: both directions agree ({:.0?})", start.elapsed());
+    if let Some(name) = framework {
+        run.framework(name)?;
+        println!("interop with {name}: both directions agree ({:.0?})", start.elapsed());
         return Ok(());
     }
     run.torch_to_rust()?;
@@ -221,20 +222,20 @@ impl Run<'_> {
         run(self.script("interop_state_dict.py").arg("check").arg(&folder))
     }
 
-    /// A model and its AdamW that candle trained go on in PyTorch, and the reverse.
-    fn candle(&self) -> Result {
-        let folder = self.folder.join("candle");
+    /// A model and its AdamW that a framework trained go on in PyTorch, and the reverse.
+    fn framework(&self, name: &str) -> Result {
+        let folder = self.folder.join(name);
         std::fs::create_dir(&folder)?;
         let exchange = |job: &str| {
             let mut rust = workspace::cargo();
             rust.args(["run", "--quiet", "--locked", "--example", "exchange", "--manifest-path"]);
-            rust.arg(workspace::root().join("dcp-candle/Cargo.toml"));
+            rust.arg(workspace::root().join(format!("dcp-{name}/Cargo.toml")));
             rust.arg("--target-dir").arg(workspace::target()?);
             run(rust.args(["--", job]).arg(&folder))
         };
-        println!("candle → torch → candle");
+        println!("{name} → torch → {name}");
         exchange("save")?;
-        run(self.script("interop_candle.py").arg(&folder))?;
+        run(self.script("interop_framework.py").arg(&folder))?;
         exchange("check")
     }
 

@@ -52,7 +52,7 @@ cargo xtask <command>
   interop [--torch VERSION] [--keep]  both directions against real PyTorch, on live data
   interop --olmo [--keep]             the same against real OLMo-core
   interop --object [--keep]           the same through S3, on an emulator
-  interop --candle [--keep]           a model and AdamW of candle, to PyTorch and back
+  interop --candle|--burn [--keep]    a model and AdamW of candle or burn, to PyTorch and back
   interop --megatron [--keep]         the same against real Megatron-Core, and its models against
                                       transformers; --megatron-version VERSION for another one
   bench [--gib N] [--disk DIR]        a table of speeds, ours beside PyTorch's

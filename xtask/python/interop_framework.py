@@ -1,6 +1,6 @@
-"""interop_candle.py DIR: a model and AdamW of candle go on in torch, and torch's are saved for candle.
+"""interop_framework.py DIR: a model and AdamW of candle or burn go on in torch, and the reverse.
 
-Loads DIR/candle, computes what DIR/expected has, and compares. Trains a model of its own on the same
+Loads DIR/rust, computes what DIR/expected has, and compares. Trains a model of its own on the same
 batches, and saves it to DIR/torch and what it computes then to DIR/torch_expected.
 """
 import os
@@ -53,7 +53,7 @@ def exchange(folder):
 
     model, optimizer = make(1, lr=0.5)
     state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=os.path.join(folder, "candle"))
+    dcp.load(state, checkpoint_id=os.path.join(folder, "rust"))
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )

@@ -75,10 +75,12 @@ impl Job {
     }
 
     fn wait(mut self) {
-        // A rank that prints into a full pipe does not end.
+        // A rank that prints into a pipe that is full or closed does not end well.
         std::io::copy(&mut self.lines, &mut std::io::sink()).unwrap();
-        for mut rank in std::mem::take(&mut self.ranks) {
-            drop(rank.stdout.take());
+        for rank in &mut self.ranks {
+            if let Some(mut lines) = rank.stdout.take() {
+                std::io::copy(&mut lines, &mut std::io::sink()).unwrap();
+            }
             assert!(rank.wait().unwrap().success());
         }
     }

@@ -6,6 +6,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, DeviceLocation, Storage, Tensor, WithDType};
+use dcp_core::HostMemory;
 use dcp_core::device::{DeviceError, DeviceMemory};
 use float8::F8E4M3;
 use half::{bf16, f16};
@@ -100,6 +101,10 @@ impl DeviceMemory for CandleMemory {
             self.copy_in(range, &piece)?;
         }
         Ok(())
+    }
+
+    fn staging(&self, _: usize) -> Option<HostMemory> {
+        None
     }
 }
 

@@ -6,6 +6,8 @@ use std::ops::Range;
 use async_trait::async_trait;
 use bytes::Bytes;
 
+use crate::memory::HostMemory;
+
 /// The error of a device, of whatever type.
 pub type DeviceError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -45,4 +47,9 @@ pub trait DeviceMemory: fmt::Debug + Send + Sync {
     ///
     /// When the copy fails. The load then fails with an error that names tensor and device.
     async fn write(&self, ranges: &[Range<u64>], bytes: Bytes) -> Result<(), DeviceError>;
+
+    /// Host memory of `byte_len` bytes from which [`write`](Self::write) copies directly, such as
+    /// pinned memory; its content is unspecified. A load reads a file into it. `None` where there is
+    /// none, or none now: the load then allocates. Does not wait, because a load holds several.
+    fn staging(&self, byte_len: usize) -> Option<HostMemory>;
 }

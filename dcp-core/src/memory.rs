@@ -27,6 +27,7 @@
 pub(crate) mod element;
 mod elements;
 mod owned_box;
+mod part;
 mod scope;
 #[cfg(test)]
 mod tests;

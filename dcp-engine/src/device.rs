@@ -7,7 +7,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use dcp_core::device::{DeviceError, DeviceMemory};
 use dcp_core::region::Runs;
-use dcp_core::{CheckpointError, DType, Region, Shard};
+use dcp_core::{CheckpointError, DType, HostMemory, Region, Shard};
+use futures_util::future::join;
 
 /// The host memory through which a save or a load copies shards on devices, by default.
 pub(crate) const STAGING_BYTES: u64 = 64 << 20;
@@ -61,6 +62,11 @@ impl DeviceElements {
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.byte_len
+    }
+
+    /// Host memory from which [`write`](Self::write) copies directly, where the device has some.
+    pub(crate) fn staging(&self, byte_len: usize) -> Option<HostMemory> {
+        self.memory.staging(byte_len)
     }
 
     /// The ranges of the memory that have the bytes `range` of the elements.
@@ -128,19 +134,27 @@ impl DeviceElements {
         Ok(bytes)
     }
 
-    /// Copies all elements of tensor `fqn` to host memory of their length.
+    /// Copies all elements of tensor `fqn` to host memory of their length. Two copies are in host
+    /// memory at once: one that the device makes, and the one before, which is stored meanwhile.
     ///
     /// # Errors
     ///
     /// [`CheckpointError::Device`] when the device fails.
     pub async fn read_into(&self, fqn: &str, mut target: &mut [u8]) -> Result<(), CheckpointError> {
-        for copy in self.copies(0..self.byte_len) {
-            let bytes = self.copy(fqn, &copy).await?;
+        let mut copies = self.copies(0..self.byte_len);
+        let Some(first) = copies.next() else { return Ok(()) };
+        let mut bytes = self.copy(fqn, &first).await?;
+        loop {
             let (now, later) = target.split_at_mut(bytes.len().min(target.len()));
-            now.copy_from_slice(bytes.get(..now.len()).unwrap_or_default());
-            target = later;
+            let store = async { now.copy_from_slice(bytes.get(..now.len()).unwrap_or_default()) };
+            let Some(copy) = copies.next() else {
+                store.await;
+                return Ok(());
+            };
+            // The first of both starts first: the device copies while the processor does.
+            let (next, ()) = join(self.copy(fqn, &copy), store).await;
+            (bytes, target) = (next?, later);
         }
-        Ok(())
     }
 
     /// Copies all elements of tensor `fqn` to the device.

@@ -105,7 +105,10 @@ impl Staged {
         region: &Region,
     ) -> Result<Self, CheckpointError> {
         let byte_len = elements.byte_len();
-        let memory = usize::try_from(byte_len).ok().and_then(HostMemory::try_zeroed);
+        let memory = usize::try_from(byte_len).ok().and_then(|len| {
+            let staging = elements.staging(len).filter(|memory| memory.len() == len);
+            staging.or_else(|| HostMemory::try_zeroed(len))
+        });
         let memory = memory.ok_or_else(|| PlanError::OutOfMemory {
             what: format!("a piece of {}", Quoted(fqn)),
             byte_len,

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::HostMemory;
 use dcp_core::device::{DeviceError, DeviceMemory};
 
 /// What was copied from and to devices.
@@ -145,5 +146,9 @@ impl DeviceMemory for FakeDevice {
         }
         assert!(bytes.is_empty(), "the ranges have fewer bytes");
         Ok(())
+    }
+
+    fn staging(&self, _: usize) -> Option<HostMemory> {
+        None
     }
 }

@@ -66,3 +66,19 @@ fn immutable_and_empty_memory() {
     assert!(empty.lend(0..0).is_ok());
     assert!(empty.lend(0..1).is_err());
 }
+
+#[test]
+fn a_buffer_as_memory_lends_its_range_until_its_last_loan_ends() {
+    let arena = HostMemory::zeroed(8);
+    let part = HostMemory::from(arena.lend(2..6).unwrap());
+    let mut front = part.lend(0..1).unwrap();
+    part.lend(1..4).unwrap().copy_from_slice(&[2, 3, 4]);
+    front[0] = 1;
+    assert!(part.lend(3..5).is_err());
+    drop(part);
+    assert!(arena.lend(5..6).is_err(), "a loan of the part is still out");
+    assert!(arena.lend(6..8).is_ok());
+    drop(front);
+    assert_eq!(arena.read().unwrap(), [0, 0, 1, 2, 3, 4, 0, 0][..]);
+    assert!(HostMemory::from(arena.lend(3..3).unwrap()).is_empty());
+}

@@ -1,14 +1,17 @@
 //! Shards on devices are saved and loaded as those in host memory are, through bounded pieces.
 
-use std::sync::Arc;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::device::{DeviceError, DeviceMemory};
 use dcp_core::error::error_chain;
 use dcp_core::plan::{LoadPlan, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, DType, Region, Shard, StateDict, Storage,
-    StorageReader, Tensor, Value,
+    CheckpointError, CheckpointMetadata, Collective, DType, HostMemory, Region, Shard, StateDict,
+    Storage, StorageReader, Tensor, Value,
 };
 use dcp_engine::{BackgroundSaver, Casts, Exchange, Loader, ParallelReader, Saver, StagedState};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
@@ -183,7 +186,7 @@ struct Watched {
     traffic: Arc<Traffic>,
     element: u64,
     /// What the rounds that are not yet copied hold.
-    rounds: std::sync::Mutex<Vec<u64>>,
+    rounds: Mutex<Vec<u64>>,
 }
 
 #[async_trait]
@@ -288,6 +291,63 @@ fn a_background_save_copies_devices_before_it_starts() {
     let error = StagedState::of(&from.dict).unwrap_err();
     let text = error_chain(&error);
     assert!(text.contains("\"tensor\"") && text.contains("fake:0"), "{text}");
+}
+
+/// A device that notes when a copy starts, and when the bytes of one are dropped.
+#[derive(Debug)]
+struct Noting(Arc<Mutex<Vec<String>>>);
+
+struct Copied(Vec<u8>, String, Arc<Mutex<Vec<String>>>);
+
+impl AsRef<[u8]> for Copied {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Drop for Copied {
+    fn drop(&mut self) {
+        self.2.lock().unwrap().push(format!("stored {}", self.1));
+    }
+}
+
+#[async_trait]
+impl DeviceMemory for Noting {
+    fn device(&self) -> &str {
+        "noting:0"
+    }
+
+    fn byte_len(&self) -> u64 {
+        48 * MIB
+    }
+
+    async fn read(&self, ranges: &[Range<u64>]) -> Result<Bytes, DeviceError> {
+        let (start, len) = (ranges[0].start / MIB, (ranges[0].end - ranges[0].start) as usize);
+        self.0.lock().unwrap().push(format!("started {start}"));
+        tokio::task::yield_now().await;
+        let notes = Arc::clone(&self.0);
+        Ok(Bytes::from_owner(Copied(vec![start as u8; len], start.to_string(), notes)))
+    }
+
+    async fn write(&self, _: &[Range<u64>], _: Bytes) -> Result<(), DeviceError> {
+        Err("not written here".into())
+    }
+
+    fn staging(&self, _: usize) -> Option<HostMemory> {
+        None
+    }
+}
+
+#[test]
+fn a_staged_state_is_copied_from_the_device_while_the_piece_before_is_stored() {
+    let notes = Arc::default();
+    let memory = Arc::new(Noting(Arc::clone(&notes)));
+    let tensor = Tensor::on_device(DType::UInt8, [48 * MIB], memory).unwrap();
+    let staged = StagedState::of(&StateDict::from([("tensor", tensor)])).unwrap();
+    let copy = staged.state().at("tensor").unwrap().as_tensor().unwrap().to_vec().unwrap();
+    assert!((0..48).step_by(16).all(|start| copy[start << 20] == start as u8));
+    let expected = ["started 0", "started 16", "stored 0", "started 32", "stored 16", "stored 32"];
+    assert_eq!(*notes.lock().unwrap(), expected);
 }
 
 #[test]

@@ -13,14 +13,18 @@ use serde_json::Value;
 
 use crate::machine::{Machine, machine};
 use crate::process::{Scratch, output};
-use crate::{Result, bench_convert, bench_object, bench_plan, process, venv, workspace};
+use crate::{
+    Result, bench_convert, bench_cuda, bench_object, bench_plan, process, venv, workspace,
+};
 
 const ROUNDS: usize = 5;
 const STARTS: usize = 9;
 
-/// Prints the table; with `convert`, the one of conversions, and with `object`, that of object stores.
+/// Prints the table; with `convert`, the one of conversions, with `object`, that of object stores, and
+/// with `cuda`, that of copies from and to a device.
 pub(crate) fn main(args: &[&str]) -> Result {
     let (convert, args) = match args {
+        ["cuda", rest @ ..] => return bench_cuda::main(rest),
         ["object", rest @ ..] => return bench_object::main(rest),
         ["plan", rest @ ..] => return bench_plan::main(rest),
         ["--check", rest @ ..] => return bench_plan::check(rest),

@@ -120,6 +120,13 @@ const LAYERS: &[Layer] = &[
         never_named: &["std::fs", "std::net", "std::process::Command"],
     },
     Layer {
+        package: "dcp-cuda",
+        uses: &["dcp-core"],
+        tests_use: &["dcp-testing", "dcp-engine", "dcp-formats", "dcp-storage-fs"],
+        never: &["object_store", "reqwest", "hyper", "zip", "serde_json"],
+        never_named: &["StorageWriter", "StorageReader", "SavePlan", "LoadPlan", "std::fs"],
+    },
+    Layer {
         package: "dcp-trace",
         uses: &["dcp-core", "dcp-engine"],
         tests_use: &["dcp-conformance", "dcp-testing", "dcp-formats"],

@@ -7,6 +7,7 @@
 mod api;
 mod bench;
 mod bench_convert;
+mod bench_cuda;
 mod bench_object;
 mod bench_plan;
 mod browser;
@@ -58,6 +59,7 @@ cargo xtask <command>
   bench [--gib N] [--disk DIR]        a table of speeds, ours beside PyTorch's
   bench convert [...]                 the same for converting, with peak memory
   bench object [--gib N]              requests, bytes and speeds at object stores
+  bench cuda [--gib N] [--disk DIR]   copies from and to a CUDA device, where there is one
   bench plan                          seconds and memory of planning and of the index
   bench --check [--update]            compares instructions and bytes with xtask/bench_counts.json
   emulators up | down | env           S3, Azure, GCS and HTTP on this machine, for tests

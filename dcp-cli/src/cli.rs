@@ -4,6 +4,7 @@ use clap::{Parser, Subcommand};
 
 use crate::command;
 use crate::options::Global;
+use crate::ranks::Sharing;
 
 /// Look into, check, compare, convert and reshard model checkpoints.
 ///
@@ -88,4 +89,25 @@ pub(crate) enum Command {
     Arch(command::Arch),
     Completions(command::Completions),
     Man(command::ManPages),
+}
+
+impl Command {
+    /// What the ranks of a launcher do of the command.
+    pub(crate) fn sharing(&self) -> Sharing {
+        match self {
+            Self::Verify(verify) if verify.deep => Sharing::All,
+            Self::Stats(_)
+            | Self::Diff(_)
+            | Self::Report(_)
+            | Self::Convert(_)
+            | Self::Copy(_)
+            | Self::Reshard(_)
+            | Self::Average(_)
+            | Self::Merge(_)
+            | Self::Prune(_)
+            | Self::Unshard(_)
+            | Self::RewriteMetadata(_) => Sharing::First,
+            _ => Sharing::None,
+        }
+    }
 }

@@ -1,6 +1,7 @@
 //! The entry point of the command, with the plug-ins of a build.
 
 use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -17,6 +18,7 @@ use crate::options::with_targets;
 use crate::output::style::Style;
 use crate::output::{self, error_report};
 use crate::plugins::Plugins;
+use crate::ranks::Ranks;
 use crate::session::Session;
 
 /// The `dcp` command, with the storages and formats of plug-ins in addition to its own.
@@ -129,9 +131,24 @@ fn asks_for_json(args: &[OsString]) -> bool {
 /// Runs a parsed command.
 pub(crate) fn run(cli: Cli, name: &str, plugins: &Plugins) -> Result<(), Failure> {
     log(cli.global.verbose);
-    let Some(file) = cli.global.trace.clone() else {
-        return command(cli.command, plugins, &Session::new(cli.global, None, plugins)?);
+    let ranks = Ranks::join(cli.command.sharing(), &cli.global)?;
+    let done = match ranks.as_ref().is_none_or(Ranks::works) {
+        true => run_here(cli, name, plugins, ranks.as_ref()),
+        false => Ok(()),
     };
+    match ranks {
+        Some(ranks) => ranks.agree(done),
+        None => done,
+    }
+}
+
+/// Runs what this process does of a command.
+fn run_here(cli: Cli, name: &str, plugins: &Plugins, ranks: Option<&Ranks>) -> Result<(), Failure> {
+    let Some(file) = cli.global.trace.clone() else {
+        return command(cli.command, plugins, &Session::new(cli.global, None, plugins, ranks)?);
+    };
+    let rank = ranks.map_or(0, Ranks::rank);
+    let file = if rank == 0 { file } else { of_rank(&file, rank) };
     let not_recorded = |error: std::io::Error| {
         Failure::new(
             Exit::Io,
@@ -140,11 +157,21 @@ pub(crate) fn run(cli: Cli, name: &str, plugins: &Plugins) -> Result<(), Failure
         .because(vec![error.to_string()])
     };
     let recorder = TraceRecorder::create(&file).map_err(not_recorded)?;
-    let span = recorder.span(0, &format!("dcp {name}"));
-    let done = command(cli.command, plugins, &Session::new(cli.global, Some(&recorder), plugins)?);
+    let span = recorder.span(rank, &format!("dcp {name}"));
+    let session = Session::new(cli.global, Some(&recorder), plugins, ranks)?;
+    let done = command(cli.command, plugins, &session);
     drop(span);
     let recorded = recorder.finish().map_err(not_recorded);
     done.and(recorded)
+}
+
+/// The trace of a rank other than 0: `trace.json` becomes `trace.rank3.json`.
+fn of_rank(file: &Path, rank: u32) -> PathBuf {
+    let extension = file.extension().map(|name| name.to_string_lossy().into_owned());
+    file.with_extension(match extension {
+        Some(extension) => format!("rank{rank}.{extension}"),
+        None => format!("rank{rank}"),
+    })
 }
 
 fn command(command: Command, plugins: &Plugins, session: &Session) -> Result<(), Failure> {

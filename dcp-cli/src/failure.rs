@@ -8,6 +8,7 @@ use dcp::convert::ConvertError;
 use dcp::core::{CheckpointError, StorageError};
 use dcp::mapping::MappingError;
 use dcp::megatron::MegatronError;
+use serde_json::{Value, json};
 
 /// Why the command stopped. Documented in `dcp --help`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +28,18 @@ pub(crate) enum Exit {
 }
 
 impl Exit {
+    /// The exit code that another rank has.
+    fn of_code(code: Option<u64>) -> Self {
+        match code {
+            Some(1) => Self::Bad,
+            Some(2) => Self::Usage,
+            Some(129) => Self::HungUp,
+            Some(130) => Self::Interrupted,
+            Some(143) => Self::Terminated,
+            _ => Self::Io,
+        }
+    }
+
     /// What `kind` an error is of, as `--json` says it.
     pub(crate) fn kind(self) -> &'static str {
         match self {
@@ -46,11 +59,20 @@ pub(crate) struct Failure {
     pub(crate) causes: Vec<String>,
     pub(crate) hint: Option<String>,
     pub(crate) silent: bool,
+    /// Whether the reader of the output went away, which is no failure.
+    broken_pipe: bool,
 }
 
 impl Failure {
     pub(crate) fn new(exit: Exit, message: impl Into<String>) -> Self {
-        Self { exit, message: message.into(), causes: Vec::new(), hint: None, silent: false }
+        Self {
+            exit,
+            message: message.into(),
+            causes: Vec::new(),
+            hint: None,
+            silent: false,
+            broken_pipe: false,
+        }
     }
 
     /// A failure whose report was printed already.
@@ -141,7 +163,7 @@ impl From<io::Error> for Failure {
     /// Output without a reader, as in `dcp … | head`, is no failure.
     fn from(error: io::Error) -> Self {
         if error.kind() == io::ErrorKind::BrokenPipe {
-            return Self { silent: true, ..Self::new(Exit::Io, "") };
+            return Self { silent: true, broken_pipe: true, ..Self::new(Exit::Io, "") };
         }
         Self::new(Exit::Io, "cannot write the output").because(vec![error.to_string()])
     }
@@ -150,6 +172,63 @@ impl From<io::Error> for Failure {
 impl Failure {
     /// Whether the reader of the output went away.
     pub(crate) fn is_broken_pipe(&self) -> bool {
-        self.silent && self.exit == Exit::Io
+        self.broken_pipe
+    }
+
+    /// Whether a signal ended the command.
+    pub(crate) fn is_interruption(&self) -> bool {
+        matches!(self.exit, Exit::Interrupted | Exit::HungUp | Exit::Terminated)
+    }
+
+    /// The same, of which another rank prints the report.
+    pub(crate) fn said_elsewhere(mut self) -> Self {
+        self.silent = true;
+        self
+    }
+
+    /// What the other ranks learn of this failure.
+    pub(crate) fn to_message(&self) -> String {
+        let Self { exit, message, causes, hint, silent, .. } = self;
+        let exit = *exit as u8;
+        json!({ "exit": exit, "message": message, "causes": causes, "hint": hint, "silent": silent })
+            .to_string()
+    }
+
+    /// The failure of another rank, or of this one as all ranks say it.
+    pub(crate) fn from_message(rank: u32, message: &str) -> Self {
+        let Ok(known) = serde_json::from_str::<Value>(message) else {
+            return Self::new(Exit::Io, format!("rank {rank}: {message}"));
+        };
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let exit = Exit::of_code(known["exit"].as_u64());
+        Self {
+            causes: known["causes"].as_array().into_iter().flatten().map(text).collect(),
+            hint: known["hint"].as_str().map(ToOwned::to_owned),
+            silent: known["silent"] == true,
+            ..Self::new(exit, format!("rank {rank}: {}", text(&known["message"])))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_learn_the_whole_failure_of_another() {
+        let codes =
+            [Exit::Bad, Exit::Usage, Exit::Io, Exit::Interrupted, Exit::HungUp, Exit::Terminated];
+        for exit in codes {
+            let failure = Failure::new(exit, "the disk \"a\" is full")
+                .because(vec!["quota".to_owned(), "node 7".to_owned()])
+                .hint("free some");
+            let learned = Failure::from_message(3, &failure.to_message());
+            assert_eq!(learned.exit, exit);
+            assert_eq!(learned.message, "rank 3: the disk \"a\" is full");
+            assert_eq!((learned.causes, learned.hint), (failure.causes, failure.hint));
+            assert!(!learned.silent);
+        }
+        assert!(Failure::from_message(0, &Failure::reported(Exit::Bad).to_message()).silent);
+        assert_eq!(Failure::from_message(1, "it ended").message, "rank 1: it ended");
     }
 }

@@ -10,6 +10,7 @@ mod interrupt;
 mod options;
 mod output;
 mod plugins;
+mod ranks;
 mod session;
 
 pub use command_line::CommandLine;

@@ -2,6 +2,8 @@
 
 use dcp::StorageRegistry;
 use dcp::checkpoint::{Checkpoint, Need, Opener, Rollback};
+use dcp::convert::JobOptions;
+use dcp::convert::group::JobGroup;
 use dcp::node::{CacheFolder, cache_layer};
 use dcp::trace::TraceRecorder;
 
@@ -10,6 +12,7 @@ use crate::interrupt;
 use crate::options::Global;
 use crate::output::Output;
 use crate::plugins::Plugins;
+use crate::ranks::Ranks;
 
 /// One run of the program.
 #[derive(Debug)]
@@ -21,6 +24,8 @@ pub(crate) struct Session {
     pub(crate) follow_links: bool,
     opener: Opener,
     storages: StorageRegistry,
+    /// The processes that share the command.
+    group: Option<JobGroup>,
 }
 
 impl Session {
@@ -29,12 +34,13 @@ impl Session {
         global: Global,
         recorder: Option<&TraceRecorder>,
         plugins: &Plugins,
+        ranks: Option<&Ranks>,
     ) -> Result<Self, Failure> {
         let mut storages = storages(&global, plugins);
         let known = storages.check_options();
         known.map_err(|error| Failure::from(error).instead_of(Exit::Io, Exit::Usage))?;
         if let Some(recorder) = recorder {
-            storages = storages.layer(recorder.layer(0));
+            storages = storages.layer(recorder.layer(ranks.map_or(0, Ranks::rank)));
         }
         if let Some(folder) = &global.cache_dir {
             let folder = CacheFolder::new(folder).max_bytes(global.cache_size).open()?;
@@ -44,14 +50,26 @@ impl Session {
             .formats(plugins.formats())
             .rank(global.rank)
             .variant(global.variant.clone());
-        let out = Output::new(global.color, global.quiet);
+        let out = Output::new(global.color, global.quiet)
+            .mute(ranks.is_some_and(|ranks| !ranks.is_coordinator()));
         Ok(Self {
             out,
             rollback: Rollback::new(),
             follow_links: global.follow_links,
             opener,
             storages,
+            group: ranks.and_then(Ranks::of_jobs),
         })
+    }
+
+    /// `options` of a job that the processes of the command share.
+    pub(crate) fn shared(&self, options: JobOptions) -> JobOptions {
+        options.with_group(self.group.clone())
+    }
+
+    /// Whether this process prints, commits and reports.
+    pub(crate) fn is_coordinator(&self) -> bool {
+        self.group.as_ref().is_none_or(JobGroup::is_coordinator)
     }
 
     /// The storages of URLs.

@@ -3,7 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
+use dcp_core::CheckpointError;
 use dcp_planner::KeyFilter;
+
+use crate::group::JobGroup;
 
 /// Resources and permissions of a job.
 #[derive(Clone)]
@@ -24,6 +27,8 @@ pub struct JobOptions {
     /// harmless, such as `my_code.config.Args`. Python runs them when it loads the target. Nothing
     /// by default.
     pub callables: KeyFilter,
+    /// The processes that share the work, if there are several.
+    pub group: Option<JobGroup>,
 }
 
 /// The lower bound of [`JobOptions::max_memory`], in bytes.
@@ -38,6 +43,7 @@ impl Default for JobOptions {
             progress: None,
             dry_run: false,
             callables: KeyFilter::any_of::<&str>([]),
+            group: None,
         }
     }
 }
@@ -78,6 +84,25 @@ impl JobOptions {
         self
     }
 
+    /// Sets the processes that share the work. All of them run the same job with the same options on
+    /// the same checkpoint, and each does a part. Those that can be shared say so.
+    #[must_use]
+    pub fn with_group(mut self, group: impl Into<Option<JobGroup>>) -> Self {
+        self.group = group.into();
+        self
+    }
+
+    /// Whether this process commits and reports: it is alone, or rank 0 of its group.
+    #[must_use]
+    pub fn is_coordinator(&self) -> bool {
+        self.group.as_ref().is_none_or(JobGroup::is_coordinator)
+    }
+
+    /// Fails when another rank of the group has failed or was lost.
+    pub(crate) fn check_group(&self) -> Result<(), CheckpointError> {
+        self.group.as_ref().map_or(Ok(()), JobGroup::check)
+    }
+
     /// Bytes of one segment of a file that is written from front to back.
     /// [`parallelism`](Self::parallelism) segments are in flight and share a quarter of the memory;
     /// another quarter is for data on its way to the storage, or two parts as long as the storage
@@ -99,15 +124,23 @@ impl JobOptions {
         (share & !0xffff).max(1 << 16)
     }
 
+    /// Reports the bytes that all ranks will process.
     pub(crate) fn start(&self, total_bytes: u64) {
-        if let Some(progress) = &self.progress {
-            progress.start(total_bytes);
+        let Some(progress) = self.progress.as_ref().filter(|_| self.is_coordinator()) else {
+            return;
+        };
+        progress.start(total_bytes);
+        if let Some(group) = &self.group {
+            let progress = Arc::clone(progress);
+            group.on_progress(move |bytes| progress.advance(bytes));
         }
     }
 
     pub(crate) fn advance(&self, bytes: u64) {
-        if let Some(progress) = &self.progress {
-            progress.advance(bytes);
+        match (&self.group, &self.progress) {
+            (Some(group), _) => group.advance(bytes),
+            (None, Some(progress)) => progress.advance(bytes),
+            (None, None) => {}
         }
     }
 }
@@ -117,6 +150,7 @@ impl fmt::Debug for JobOptions {
         f.debug_struct("JobOptions")
             .field("max_memory", &self.max_memory)
             .field("parallelism", &self.parallelism)
+            .field("group", &self.group)
             .finish_non_exhaustive()
     }
 }

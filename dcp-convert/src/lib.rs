@@ -10,12 +10,14 @@
 //! | write | [`to_safetensors()`], [`to_hf()`], [`to_torch_save()`], [`reshard()`], [`rewrite_metadata()`] |
 //!
 //! A job reads every byte once and compares it with its checksum. A target becomes visible when it
-//! is complete. [`JobOptions`] bound memory, report progress, and turn a job into a dry run.
+//! is complete. [`JobOptions`] bound memory, report progress, turn a job into a dry run, and share it
+//! among the processes of a [group].
 
 pub mod cast;
 pub mod element;
 mod error;
 mod foreign_callable;
+pub mod group;
 pub mod integrity;
 pub mod job;
 pub mod jobs;

@@ -14,11 +14,15 @@ use crate::session::Session;
 /// two overlapping, no element missing. With --deep, reads all of it: the CRC of every record,
 /// every blob's own dtype and shape against the index, every object decoded. All problems are
 /// listed, each with its key, file and offset; the exit code is 1 if there is one.
+///
+/// The ranks of mpirun, srun, torchrun or Kubernetes divide a deep check by bytes; rank 0 prints the
+/// report.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
 Examples:
   dcp verify runs/step_1000
   dcp verify runs/step_1000 --deep
+  mpirun -n 8 dcp verify runs/step_1000 --deep
   dcp verify runs/step_1000 --json | jq '.problems[]'")]
 pub(crate) struct Verify {
     /// The checkpoint.
@@ -40,13 +44,17 @@ pub(crate) fn verify(args: &Verify, session: &Session) -> Result<(), Failure> {
         let opener = session.silent_opener().need(Need::Readable);
         let opened = opener.open(&args.uri).await?;
         let bar = Bar::new(out, "verifying");
-        let report = opened.verify().deep(args.deep).job(bar.options()).run().await?;
+        let report =
+            opened.verify().deep(args.deep).job(session.shared(bar.options())).run().await?;
         drop(bar);
         if !args.json && report.notes.is_empty() {
             session.note_ambiguity(&args.uri).await?;
         }
         Ok((opened.place().to_owned(), report))
     })?;
+    if !session.is_coordinator() {
+        return Ok(());
+    }
     if args.json {
         out.json(&report)?;
     } else {

@@ -108,6 +108,25 @@ pub(crate) struct Global {
         help_heading = "Input"
     )]
     pub(crate) variant: Option<String>,
+
+    /// Run in this process alone, although a launcher started it as one of several ranks.
+    ///
+    /// Long commands that mpirun, srun, torchrun or Kubernetes start on several ranks run as one:
+    /// `verify --deep` is divided among them.
+    #[arg(long, global = true, hide_short_help = true, help_heading = "Ranks")]
+    pub(crate) single: bool,
+
+    /// How long to wait for a rank that does not start, or does not answer any more.
+    #[arg(
+        long,
+        global = true,
+        hide_short_help = true,
+        value_name = "SECONDS",
+        default_value_t = 300,
+        value_parser = clap::value_parser!(u64).range(1..=86_400),
+        help_heading = "Ranks"
+    )]
+    pub(crate) rank_timeout: u64,
 }
 
 /// A setting of object stores. Its value may be a secret.

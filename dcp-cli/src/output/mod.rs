@@ -24,6 +24,8 @@ pub(crate) struct Output {
     /// Columns of the terminal that stdout is, if it is one.
     pub(crate) width: Option<usize>,
     pub(crate) quiet: bool,
+    /// Whether another rank prints.
+    muted: bool,
 }
 
 impl Output {
@@ -33,7 +35,15 @@ impl Output {
             notes: Style::for_stream(color, &io::stderr()),
             width: terminal_width(),
             quiet,
+            muted: false,
         }
+    }
+
+    /// The same, of a rank whose output another one prints.
+    pub(crate) fn mute(mut self, muted: bool) -> Self {
+        self.muted = muted;
+        self.quiet |= muted;
+        self
     }
 
     /// Writes data.
@@ -47,6 +57,9 @@ impl Output {
 
     /// Writes a text that comes with the command and holds nothing of a checkpoint.
     pub(crate) fn write_own(&self, text: &str) -> Result<(), Failure> {
+        if self.muted {
+            return Ok(());
+        }
         let mut stdout = io::stdout().lock();
         stdout.write_all(text.as_bytes())?;
         stdout.flush()?;
@@ -55,6 +68,9 @@ impl Output {
 
     /// Writes one JSON value and a newline.
     pub(crate) fn json(&self, value: &impl serde::Serialize) -> Result<(), Failure> {
+        if self.muted {
+            return Ok(());
+        }
         let mut stdout = JsonText(io::BufWriter::new(io::stdout().lock()));
         serde_json::to_writer_pretty(&mut stdout, value).map_err(io::Error::from)?;
         stdout.write_all(b"\n")?;

@@ -20,7 +20,7 @@ const ENOUGH: Timespec = Timespec { tv_sec: 600, tv_nsec: 0 };
 
 /// A checkpoint of 64 GiB that takes no space: its end is a hole. Nobody is done with it before a
 /// signal comes.
-fn large(folder: &tempfile::TempDir) -> String {
+pub(crate) fn large(folder: &tempfile::TempDir) -> String {
     let item = |name: &str| SafetensorsItem {
         name: name.into(),
         dtype: DType::Float32,

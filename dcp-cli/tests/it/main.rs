@@ -29,6 +29,7 @@ mod memory;
 mod overlap;
 mod plugins;
 mod prune;
+mod ranks;
 mod report;
 mod reshard;
 mod rewrite_metadata;

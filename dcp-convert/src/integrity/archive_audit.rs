@@ -14,6 +14,7 @@ use dcp_formats::torch_zip::{
     ArchiveIndex, Inflater, Method, ParseStep, PartialBlob, Record, Sparse,
 };
 use futures_util::{StreamExt, stream};
+use serde::{Deserialize, Serialize};
 use tokio::sync::OnceCell;
 
 use crate::error::ConvertError;
@@ -32,8 +33,8 @@ const ENDS: u64 = 16 << 10;
 /// The maximum number of bytes to read at once because an archive's directory says so.
 const PARSED_MAX: u64 = 64 << 20;
 
-/// The result of an audit.
-#[derive(Debug, Default)]
+/// The result of an audit. Ranks send it to each other.
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Checked {
     /// Stored bytes of undamaged items.
     pub(crate) bytes: u64,
@@ -110,7 +111,6 @@ impl Job {
         let checksum = self.checksum(item).await?;
         if let (Some(chunk), ChunkChecksum::Crc32(crc32)) = (item.chunk, checksum) {
             let found = self.decode_chunk(item, chunk).await?;
-            self.options.advance(item.placement.byte_len);
             if found != crc32 {
                 return Err(differs(found, crc32).into());
             }
@@ -126,11 +126,10 @@ impl Job {
                 }
                 other => other,
             })?;
+        } else if let Some(chunk) = item.chunk {
+            self.decode_chunk(item, chunk).await?;
         } else {
             self.options.advance(item.placement.byte_len);
-            if let Some(chunk) = item.chunk {
-                self.decode_chunk(item, chunk).await?;
-            }
         }
         if item.chunk.is_none() {
             let mut values =
@@ -206,13 +205,20 @@ impl Job {
         let element = entry.dtype.size() as u64;
         let total = region.volume().saturating_mul(element);
         let (mut crc, mut at) = (crc32fast::Hasher::new(), 0);
+        // Stored bytes are reported; a compressed chunk has fewer than elements.
+        let mut unreported = item.placement.byte_len;
         while at < total {
+            self.options.check_group()?;
             let end = total.min(at.saturating_add(self.segment));
             for piece in read_tensor(&tensor, &region, element, at..end).await?.pieces() {
                 crc.update(piece);
             }
+            let read = unreported.min(end - at);
+            self.options.advance(read);
+            unreported -= read;
             at = end;
         }
+        self.options.advance(unreported);
         Ok(crc.finalize())
     }
 }
@@ -258,6 +264,7 @@ impl Blob<'_> {
 
     /// Reads a range that is relative to the start of the archive.
     async fn read(&self, range: Range<u64>) -> Result<Bytes, CheckpointError> {
+        self.job.options.check_group()?;
         let start = self.item.placement.byte_offset;
         let range = start.saturating_add(range.start)..start.saturating_add(range.end);
         Ok(self.job.source.storage.read_range(self.file, range).await?)

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use dcp_core::error::error_chain;
 use dcp_core::format::{FoundKind, FoundProblem};
 use dcp_core::{CheckpointError, CheckpointMetadata, StorageErrorKind};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::read::stored_items::Placed;
 
 /// A problem of a checkpoint.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Problem {
     /// The kind.
@@ -26,7 +26,7 @@ pub struct Problem {
 }
 
 /// Kinds of problems.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ProblemKind {

@@ -1,8 +1,9 @@
 //! Verifies a checkpoint: its index, its files, and every stored byte.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
-use dcp_core::format::Findings;
+use dcp_core::format::{Findings, StoredRecord};
 use dcp_core::metadata::Entry;
 use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, StorageErrorKind};
 use dcp_planner::validate_metadata;
@@ -11,6 +12,7 @@ use serde::Serialize;
 
 use crate::error::ConvertError;
 use crate::foreign_callable::ForeignCallable;
+use crate::group::contiguous_share;
 use crate::integrity::archive_audit::{self, Checked};
 use crate::integrity::callables;
 use crate::integrity::problem::{Problem, ProblemKind};
@@ -50,7 +52,8 @@ pub struct VerifyReport {
 /// are long enough; no two items claim the same bytes; no object runs commands when Python loads
 /// it. With `deep` also: the CRC-32 of every record, the dtype and shape of every blob, the
 /// decoding of every object. Memory stays within [`JobOptions::max_memory`] for tensors of any
-/// size.
+/// size. The ranks of a [group](JobOptions::group) divide the deep check by bytes, and the report of
+/// rank 0 has what all of them found; the others' is not complete.
 ///
 /// # Errors
 ///
@@ -89,25 +92,90 @@ pub async fn verify(
     report.notes = findings.notes;
     let objects: HashSet<usize> =
         readable.iter().filter(|item| item.chunk.is_none()).map(|item| item.entry).collect();
-    let foreign = callables::in_checkpoint(source, &metadata, |at| objects.contains(&at)).await?;
-    let file = source.single_pickle().map(ToString::to_string);
-    report.judge_callables(foreign, file.as_deref());
+    if options.is_coordinator() {
+        let is_read = |at| objects.contains(&at);
+        let foreign = callables::in_checkpoint(source, &metadata, is_read).await?;
+        let file = source.single_pickle().map(ToString::to_string);
+        report.judge_callables(foreign, file.as_deref());
+    }
     if deep {
         let records = record_audit::records(audit).await?;
         let (inside, alone) =
             record_audit::divide(&metadata, readable, &records, findings.shares_bytes);
-        let record_bytes = records.iter().map(|one| one.bytes.end.saturating_sub(one.bytes.start));
-        let item_bytes = alone.iter().map(|item| item.placement.byte_len);
-        options.start(record_bytes.chain(item_bytes).fold(0, u64::saturating_add));
-        if let Some(audit) = audit {
-            report.add(record_audit::check(audit, records, options).await?);
-            report.add(record_audit::objects(source, &metadata, &inside).await?);
+        let work = DeepWork { source, metadata: &metadata, records, inside, alone };
+        for checked in work.run(options).await? {
+            report.add(checked);
         }
-        report.add(archive_audit::check(source, &metadata, alone, options).await?);
         report.notes.extend(findings.unchecked);
     }
     report.ok = report.problems.is_empty();
     Ok(report)
+}
+
+/// What a deep check reads.
+struct DeepWork<'a> {
+    source: &'a Source,
+    metadata: &'a Arc<CheckpointMetadata>,
+    records: Vec<StoredRecord>,
+    /// Items that are checked with the records.
+    inside: Vec<Placed>,
+    /// The other items.
+    alone: Vec<Placed>,
+}
+
+impl DeepWork<'_> {
+    /// Does the share of this rank. Rank 0 returns the results of all ranks, in the order in which
+    /// one process finds them.
+    async fn run(mut self, options: &JobOptions) -> Result<Vec<Checked>, ConvertError> {
+        let (source, metadata, audit) = (self.source, self.metadata, self.source.audit());
+        let record_bytes =
+            self.records.iter().map(|one| one.bytes.end.saturating_sub(one.bytes.start));
+        let item_bytes = self.alone.iter().map(|item| item.placement.byte_len);
+        let byte_lens: Vec<u64> = record_bytes.chain(item_bytes).collect();
+        options.start(byte_lens.iter().copied().fold(0, u64::saturating_add));
+        if let Some(group) = &options.group {
+            let share = contiguous_share(&byte_lens, group.rank(), group.world_size());
+            let records = self.records.len();
+            let items = share.start.saturating_sub(records)..share.end.saturating_sub(records);
+            self.alone = self.alone.drain(items).collect();
+            self.records =
+                self.records.drain(share.start.min(records)..share.end.min(records)).collect();
+        }
+        let mut found = Vec::new();
+        if let Some(audit) = audit {
+            found.push(record_audit::check(audit, self.records, options).await?);
+            if options.is_coordinator() {
+                found.push(record_audit::structure(audit).await?);
+                found.push(record_audit::objects(source, metadata, &self.inside).await?);
+            } else {
+                found.extend([Checked::default(), Checked::default()]);
+            }
+        }
+        found.push(archive_audit::check(source, metadata, self.alone, options).await?);
+        match &options.group {
+            None => Ok(found),
+            Some(group) => {
+                let mine = serde_json::to_vec(&found).map_err(CheckpointError::application)?;
+                let all = group.gather(mine.into()).await?.unwrap_or_default();
+                let all: Result<Vec<Vec<Checked>>, _> =
+                    all.iter().map(|one| serde_json::from_slice(one)).collect();
+                Ok(in_order(all.map_err(CheckpointError::application)?))
+            }
+        }
+    }
+}
+
+/// The parts of all ranks' checks: the first of each rank, then the second of each.
+fn in_order(ranks: Vec<Vec<Checked>>) -> Vec<Checked> {
+    let mut ranks: Vec<_> = ranks.into_iter().map(Vec::into_iter).collect();
+    let mut ordered = Vec::new();
+    loop {
+        let before = ordered.len();
+        ordered.extend(ranks.iter_mut().filter_map(Iterator::next));
+        if ordered.len() == before {
+            return ordered;
+        }
+    }
 }
 
 impl VerifyReport {

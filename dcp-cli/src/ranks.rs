@@ -1,0 +1,149 @@
+//! The processes of a launcher that run one command together: joining, and failing as one.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use dcp::checkpoint;
+use dcp::collectives::{EnvError, Launch, TcpCollective, TcpConfig};
+use dcp::convert::group::{GroupEnd, JobGroup};
+use dcp::core::{CheckpointError, Collective, CollectiveError};
+
+use crate::failure::{Exit, Failure};
+use crate::options::Global;
+
+/// A rank that waits longer for the others says so.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+const ALONE: &str = "start it on all ranks; --single runs it in this process alone";
+
+/// What the ranks of a launcher do of a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sharing {
+    /// Each rank runs it for itself, as without a launcher.
+    None,
+    /// Rank 0 runs it, and the others wait.
+    First,
+    /// They divide it.
+    All,
+}
+
+/// The ranks of this command, of which this process is one.
+#[derive(Debug)]
+pub(crate) struct Ranks {
+    group: JobGroup,
+    sharing: Sharing,
+}
+
+impl Ranks {
+    /// Waits for the other ranks of the process's launcher, if there is one and the command is for
+    /// all of them.
+    pub(crate) fn join(sharing: Sharing, global: &Global) -> Result<Option<Self>, Failure> {
+        if sharing == Sharing::None || global.single {
+            return Ok(None);
+        }
+        let Some(launch) = Launch::detect().map_err(environment)? else { return Ok(None) };
+        if launch.world_size == 1 {
+            return Ok(None);
+        }
+        let timeout = Duration::from_secs(global.rank_timeout);
+        let config = launch.tcp().map_err(environment)?;
+        let config = config.deadline(timeout).connect_timeout(timeout);
+        let others = launch.world_size - 1;
+        let waiting = format!(
+            "rank {} waits for the other {others} of {} at {}:{}; {ALONE}",
+            launch.rank,
+            launch.launcher,
+            config.master_host(),
+            config.master_port(),
+        );
+        let collective = connect(config, waiting, global.quiet)?;
+        let group = JobGroup::start(Arc::new(collective) as Arc<dyn Collective>)?;
+        Ok(Some(Self { group, sharing }))
+    }
+
+    /// The rank of this process.
+    pub(crate) fn rank(&self) -> u32 {
+        self.group.rank()
+    }
+
+    /// Whether this process prints, commits and reports.
+    pub(crate) fn is_coordinator(&self) -> bool {
+        self.group.is_coordinator()
+    }
+
+    /// Whether this process does a part of the command.
+    pub(crate) fn works(&self) -> bool {
+        self.sharing == Sharing::All || self.is_coordinator()
+    }
+
+    /// The group of a command that the ranks divide.
+    pub(crate) fn of_jobs(&self) -> Option<JobGroup> {
+        (self.sharing == Sharing::All).then(|| self.group.clone())
+    }
+
+    /// Waits for the other ranks, and returns one result for all: where one failed, all fail with
+    /// its exit code, and one of them says why.
+    pub(crate) fn agree(self, done: Result<(), Failure>) -> Result<(), Failure> {
+        let outcome = match &done {
+            Err(failure) if !failure.is_broken_pipe() => Err(failure.to_message()),
+            _ => Ok(()),
+        };
+        match self.group.finish(outcome) {
+            GroupEnd::Done => done,
+            GroupEnd::Failed { rank, reason } => {
+                let failure = Failure::from_message(rank, &reason);
+                Err(if self.is_coordinator() { failure } else { failure.said_elsewhere() })
+            }
+            // All ranks of an interrupted command end, each as it can.
+            GroupEnd::Lost(_) if done.as_ref().is_err_and(Failure::is_interruption) => done,
+            GroupEnd::Lost(error) => {
+                let speaks = self.is_coordinator() || lost(&error) == Some(0);
+                let failure = Failure::from(CheckpointError::from(error))
+                    .hint("what was being written is not complete; run the command again");
+                Err(if speaks { failure } else { failure.said_elsewhere() })
+            }
+            _ => done,
+        }
+    }
+}
+
+/// The rank that an error says is gone.
+fn lost(error: &CollectiveError) -> Option<u32> {
+    match error {
+        CollectiveError::PeerLost { rank, .. }
+        | CollectiveError::Timeout { rank, .. }
+        | CollectiveError::Aborted { rank, .. }
+        | CollectiveError::Mismatch { rank, .. } => Some(*rank),
+        _ => None,
+    }
+}
+
+fn environment(error: EnvError) -> Failure {
+    Failure::new(Exit::Usage, "the variables of a launcher do not say which rank this process is")
+        .because(vec![error.to_string()])
+        .hint("--single runs the command in this process alone")
+}
+
+/// Connects, and says for whom it waits when that takes long.
+fn connect(config: TcpConfig, waiting: String, quiet: bool) -> Result<TcpCollective, Failure> {
+    let (connected, ends) = mpsc::channel::<()>();
+    let note = move || {
+        if ends.recv_timeout(PATIENCE) == Err(mpsc::RecvTimeoutError::Timeout) {
+            // A note is not worth an error when stderr is closed.
+            let _ = writeln!(std::io::stderr(), "note: {waiting}");
+        }
+    };
+    if !quiet {
+        // Without a thread there is no note.
+        let _ = thread::Builder::new().spawn(note);
+    }
+    let collective = config.connect();
+    drop(connected);
+    collective.map_err(|error| {
+        let error = checkpoint::Error::from(CheckpointError::from(error));
+        Failure::from(error).hint(ALONE)
+    })
+}

@@ -1,0 +1,175 @@
+//! The processes that do one job together: what each has done, what they exchange, how all fail as
+//! one.
+
+mod rounds;
+mod share;
+
+use std::fmt;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::thread;
+
+use bytes::Bytes;
+use dcp_core::{CheckpointError, Collective, CollectiveError, Rank};
+
+use self::rounds::{Operation, Shared};
+pub(crate) use self::share::contiguous_share;
+
+/// The ranks of a job, each a process that does a part of it: see
+/// [`JobOptions::with_group`](crate::JobOptions::with_group).
+///
+/// A thread calls the collective in rounds, at least ten in a second. In each, every rank reports its
+/// progress, and whether it has failed. So the work of a rank may take hours, and a rank whose process
+/// is gone, or does not answer within the deadline of the collective, is noticed meanwhile. What a
+/// rank reports last is final: [`finish`](Self::finish).
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use dcp_convert::group::{GroupEnd, JobGroup};
+/// # use dcp_core::Collective;
+/// # fn example(collective: Arc<dyn Collective>) -> Result<(), dcp_core::CheckpointError> {
+/// let group = JobGroup::start(collective)?;
+/// // Run jobs with `JobOptions::default().with_group(group.clone())`, then:
+/// assert_eq!(group.finish(Ok(())), GroupEnd::Done);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct JobGroup {
+    rank: Rank,
+    world_size: u32,
+    handle: Arc<Handle>,
+}
+
+/// How the work of a group ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum GroupEnd {
+    /// All ranks have finished.
+    Done,
+    /// A rank failed; all ranks agree on which, the lowest of those that failed at the same time.
+    Failed {
+        /// The rank.
+        rank: Rank,
+        /// Why, as it reported to [`JobGroup::finish`].
+        reason: String,
+    },
+    /// A rank was lost.
+    Lost(CollectiveError),
+}
+
+/// Ends the rounds when the last clone of a group is dropped.
+struct Handle(Arc<Shared>);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.0.report(Err("it ended without a result".to_owned()));
+    }
+}
+
+impl JobGroup {
+    /// Begins the rounds over `collective`, which nothing else may call.
+    ///
+    /// # Errors
+    ///
+    /// When the system has no thread for them.
+    pub fn start(collective: Arc<dyn Collective>) -> Result<Self, CheckpointError> {
+        let (rank, world_size) = (collective.rank(), collective.world_size());
+        let shared = Arc::new(Shared::default());
+        let thread = thread::Builder::new().name("dcp job group".to_owned()).spawn({
+            let shared = Arc::clone(&shared);
+            move || shared.run(&*collective)
+        });
+        let thread = thread.map_err(CheckpointError::application)?;
+        *shared.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok(Self { rank, world_size, handle: Arc::new(Handle(shared)) })
+    }
+
+    /// The rank of this process.
+    #[must_use]
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// The number of ranks, at least 1.
+    #[must_use]
+    pub fn world_size(&self) -> u32 {
+        self.world_size
+    }
+
+    /// Whether this is the rank that commits and reports: rank 0.
+    #[must_use]
+    pub fn is_coordinator(&self) -> bool {
+        self.rank == 0
+    }
+
+    /// Sends every rank's message to rank 0, which receives them in the order of ranks; others
+    /// receive `None`. All ranks make the same calls in the same order.
+    ///
+    /// # Errors
+    ///
+    /// When a rank failed or was lost.
+    pub async fn gather(&self, mine: Bytes) -> Result<Option<Vec<Bytes>>, CheckpointError> {
+        let all = self.handle.0.exchange(Operation::Gather, mine).await?;
+        Ok(self.is_coordinator().then_some(all))
+    }
+
+    /// Sends the message of rank 0 to all ranks; the others' are ignored.
+    ///
+    /// # Errors
+    ///
+    /// As [`gather`](Self::gather).
+    pub async fn broadcast(&self, from_coordinator: Bytes) -> Result<Bytes, CheckpointError> {
+        let all = self.handle.0.exchange(Operation::Broadcast, from_coordinator).await?;
+        Ok(all.into_iter().next().unwrap_or_default())
+    }
+
+    /// Sends every rank's message to all ranks, in the order of ranks.
+    ///
+    /// # Errors
+    ///
+    /// As [`gather`](Self::gather).
+    pub async fn all_gather(&self, mine: Bytes) -> Result<Vec<Bytes>, CheckpointError> {
+        self.handle.0.exchange(Operation::AllGather, mine).await
+    }
+
+    /// Fails when a rank has failed or was lost, so that this one stops, too.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Collective`], which names the rank.
+    pub fn check(&self) -> Result<(), CheckpointError> {
+        if self.handle.0.broken.load(Ordering::Relaxed) {
+            return Err(self.handle.0.end_as_error());
+        }
+        Ok(())
+    }
+
+    /// Counts `bytes` as processed by this rank.
+    pub fn advance(&self, bytes: u64) {
+        self.handle.0.done.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Sets the receiver of the bytes that all ranks process. Only rank 0 calls it.
+    pub fn on_progress(&self, advance: impl Fn(u64) + Send + Sync + 'static) {
+        self.handle.0.observe(Arc::new(advance));
+    }
+
+    /// Reports how the work of this rank ended, waits until all ranks have reported or one has failed,
+    /// and returns how the group ended. A failure that another rank reported first stands.
+    #[must_use]
+    pub fn finish(&self, outcome: Result<(), String>) -> GroupEnd {
+        self.handle.0.report(outcome);
+        self.handle.0.wait()
+    }
+}
+
+impl fmt::Debug for JobGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("JobGroup")
+            .field("rank", &self.rank)
+            .field("world_size", &self.world_size)
+            .finish_non_exhaustive()
+    }
+}

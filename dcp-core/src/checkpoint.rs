@@ -202,7 +202,8 @@ pub trait StorageWriter: fmt::Debug + Send + Sync {
     ) -> Result<WriteReport, CheckpointError>;
 
     /// Checks that every file exists and is whole, publishes the checkpoint atomically, and then
-    /// removes what the replaced checkpoint and dead saves left.
+    /// removes what the replaced checkpoint and dead saves left. Placements in `metadata` are where
+    /// items are stored, also where [`WriteReport::stored`] differs from the plan.
     ///
     /// # Errors
     ///
@@ -293,6 +294,9 @@ pub struct WriteReport {
     /// CRC-32s of chunks, by the offset of their stored item in the file, if the writer computed any:
     /// of the elements of tensors, before their encoding.
     pub checksums: BTreeMap<Key, Vec<(u64, u32)>>,
+    /// Where items are stored, for files in which that differs from the plan, such as compressed
+    /// ones: by the planned offset, the range of bytes in the file. It has every item of such a file.
+    pub stored: BTreeMap<Key, Vec<(u64, Range<u64>)>>,
     /// How long each file took, if the writer measured it. Files are written concurrently, so the
     /// sum exceeds the duration of the write.
     pub durations: BTreeMap<Key, Duration>,
@@ -316,6 +320,13 @@ impl WriteReport {
     #[must_use]
     pub fn with_checksums(mut self, checksums: BTreeMap<Key, Vec<(u64, u32)>>) -> Self {
         self.checksums = checksums;
+        self
+    }
+
+    /// Sets where the items of files are stored, by the offsets at which they were planned.
+    #[must_use]
+    pub fn with_stored(mut self, stored: BTreeMap<Key, Vec<(u64, Range<u64>)>>) -> Self {
+        self.stored = stored;
         self
     }
 

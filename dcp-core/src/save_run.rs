@@ -1,5 +1,8 @@
 //! Calls a [`StorageWriter`] in the order of its contract.
 
+mod relocate;
+
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
@@ -55,19 +58,31 @@ impl<'a> SaveRun<'a> {
     }
 
     /// Publishes the checkpoint. `own` is what this process wrote, `reports` are those of all
-    /// ranks.
+    /// ranks. Returns the index as published: `metadata`, with other placements where the ranks
+    /// reported them ([`WriteReport::stored`]).
     ///
     /// # Errors
     ///
-    /// As [`StorageWriter::commit`], which removes what was written if that is safe.
-    pub async fn commit(
+    /// As [`StorageWriter::commit`], which removes what was written if that is safe; and when the
+    /// ranks reported only some of the placements.
+    pub async fn commit<'m>(
         self,
         own: Vec<RankWrite<'_>>,
-        metadata: &CheckpointMetadata,
+        metadata: &'m CheckpointMetadata,
         reports: Vec<WriteReport>,
-    ) -> Result<(), CheckpointError> {
+    ) -> Result<Cow<'m, CheckpointMetadata>, CheckpointError> {
+        let stored = match relocate::relocated(metadata, &reports) {
+            Ok(stored) => stored,
+            Err(error) => {
+                for write in own {
+                    write.abandon().await;
+                }
+                return Err(error.into());
+            }
+        };
         drop(own);
-        self.writer.commit(self.session, metadata, reports).await
+        self.writer.commit(self.session, &stored, reports).await?;
+        Ok(stored)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Messages between the ranks of a save.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::Duration;
 
 use dcp_cast::CastCounts;
@@ -55,7 +56,7 @@ impl RankReport {
 
     /// Bytes in data files.
     pub(crate) fn bytes(&self) -> u64 {
-        self.lines.iter().map(|(_, len, ..)| len).sum()
+        self.lines.iter().map(|line| line.byte_len).sum()
     }
 }
 
@@ -131,13 +132,13 @@ impl Packed for Totals {
 }
 
 impl Packed for RankReport {
-    const MAGIC: [u8; 4] = *b"drr1";
+    const MAGIC: [u8; 4] = *b"drr2";
 
     fn pack(&self, out: &mut MessageWriter) {
         out.number(self.lines.len() as u64);
-        for (name, len, sha256, checksums) in &self.lines {
+        for Line { name, byte_len, sha256, checksums, stored } in &self.lines {
             out.text(name);
-            out.number(*len);
+            out.number(*byte_len);
             out.bytes(sha256.as_ref().map_or(&[], |digest| digest));
             out.number(checksums.len() as u64);
             let mut last = 0_u64;
@@ -146,6 +147,14 @@ impl Packed for RankReport {
                 out.number(offset.wrapping_sub(last));
                 out.number((*crc32).into());
                 last = *offset;
+            }
+            out.number(stored.len() as u64);
+            let (mut planned_last, mut end_last) = (0_u64, 0_u64);
+            for (planned, range) in stored {
+                out.number(planned.wrapping_sub(planned_last));
+                out.number(range.start.wrapping_sub(end_last));
+                out.number(range.end.wrapping_sub(range.start));
+                (planned_last, end_last) = (*planned, range.end);
             }
         }
         packed::put_cast(out, &self.cast);
@@ -156,7 +165,7 @@ impl Packed for RankReport {
     fn unpack(input: &mut MessageReader<'_>) -> Result<Self, PlanError> {
         let mut lines = Vec::new();
         for _ in 0..input.count()? {
-            let (name, len) = (input.text()?.to_owned(), input.number()?);
+            let (name, byte_len) = (input.text()?.to_owned(), input.number()?);
             let sha256 = match input.clone().bytes()? {
                 [] => input.bytes().map(|_| None)?,
                 _ => Some(packed::array(input)?),
@@ -171,7 +180,15 @@ impl Packed for RankReport {
                 })?;
                 checksums.push((last, crc32));
             }
-            lines.push((name, len, sha256, checksums));
+            let mut stored = Vec::new();
+            let (mut planned, mut end) = (0_u64, 0_u64);
+            for _ in 0..input.count()? {
+                planned = planned.wrapping_add(input.number()?);
+                let start = end.wrapping_add(input.number()?);
+                end = start.wrapping_add(input.number()?);
+                stored.push((planned, start..end));
+            }
+            lines.push(Line { name, byte_len, sha256, checksums, stored });
         }
         let (cast, duration) = (packed::cast(input)?, packed::duration(input)?);
         Ok(Self { lines, cast, duration, slowest_file: packed::file(input)? })
@@ -199,30 +216,45 @@ pub(crate) fn same_save(offers: &[Offer]) -> Result<(), PlanError> {
     })
 }
 
-/// A file of a report as it travels: its name, its length, its SHA-256 where there is one, and the
-/// CRC-32s of its chunks by their offset.
-pub(crate) type Line = (String, u64, Option<[u8; 32]>, Vec<(u64, u32)>);
+/// A file of a report, as one rank sends it to the coordinator.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Line {
+    pub(crate) name: String,
+    pub(crate) byte_len: u64,
+    pub(crate) sha256: Option<[u8; 32]>,
+    /// The CRC-32s of chunks by their offset.
+    pub(crate) checksums: Vec<(u64, u32)>,
+    /// Where items are, by the offset at which they were planned, if that differs.
+    pub(crate) stored: Vec<(u64, Range<u64>)>,
+}
 
 fn lines(report: &WriteReport) -> Vec<Line> {
-    let line = |(key, len): &(Key, u64)| {
-        let checksums = report.checksums.get(key).cloned().unwrap_or_default();
-        (key.to_string(), *len, report.sha256.get(key).copied(), checksums)
+    let line = |(key, byte_len): &(Key, u64)| Line {
+        name: key.to_string(),
+        byte_len: *byte_len,
+        sha256: report.sha256.get(key).copied(),
+        checksums: report.checksums.get(key).cloned().unwrap_or_default(),
+        stored: report.stored.get(key).cloned().unwrap_or_default(),
     };
     report.files.iter().map(line).collect()
 }
 
 pub(crate) fn report(lines: Vec<Line>) -> Result<WriteReport, StorageError> {
     let (mut files, mut sha256) = (Vec::with_capacity(lines.len()), BTreeMap::new());
-    let mut all_checksums = BTreeMap::new();
-    for (name, len, digest, checksums) in lines {
+    let (mut all_checksums, mut all_stored) = (BTreeMap::new(), BTreeMap::new());
+    for Line { name, byte_len, sha256: digest, checksums, stored } in lines {
         let key = Key::new(name)?;
+        if !stored.is_empty() {
+            all_stored.insert(key.clone(), stored);
+        }
         if !checksums.is_empty() {
             all_checksums.insert(key.clone(), checksums);
         }
         sha256.extend(digest.map(|digest| (key.clone(), digest)));
-        files.push((key, len));
+        files.push((key, byte_len));
     }
-    Ok(WriteReport::new(files).with_sha256(sha256).with_checksums(all_checksums))
+    let report = WriteReport::new(files).with_sha256(sha256).with_checksums(all_checksums);
+    Ok(report.with_stored(all_stored))
 }
 
 #[cfg(test)]
@@ -269,6 +301,21 @@ mod tests {
         })
     }
 
+    fn line() -> impl Strategy<Value = Line> {
+        let name_and_len = ("[a-z_.0-9]{0,20}", any::<u64>());
+        let checksums = prop::collection::vec(any::<(u64, u32)>(), 0..4);
+        let stored = prop::collection::vec(any::<(u64, Range<u64>)>(), 0..4);
+        (name_and_len, any::<Option<[u8; 32]>>(), checksums, stored).prop_map(
+            |((name, byte_len), sha256, checksums, stored)| Line {
+                name,
+                byte_len,
+                sha256,
+                checksums,
+                stored,
+            },
+        )
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
@@ -276,9 +323,7 @@ mod tests {
         fn messages_arrive_as_they_were_sent(
             numbers in any::<[u64; 6]>(),
             remembers in any::<Option<u64>>(),
-            lines in prop::collection::vec(
-                ("[a-z_.0-9]{0,20}", any::<u64>(), any::<Option<[u8; 32]>>(),
-                 prop::collection::vec(any::<(u64, u32)>(), 0..4)), 0..3),
+            lines in prop::collection::vec(line(), 0..3),
             (cast, slowest_file, duration) in (cast(), times(), any::<Duration>()),
         ) {
             let [sequence, high, low, entries, bytes_written, files] = numbers;

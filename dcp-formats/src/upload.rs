@@ -5,6 +5,7 @@ mod parts;
 mod send;
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use self::parts::Parts;
@@ -38,6 +39,27 @@ pub(crate) trait Framing: fmt::Debug + Send + Sync {
 
     /// The item's name, for errors.
     fn name(&self, position: usize) -> &str;
+
+    /// What changes items, with the bytes around them, on their way into the file. The length of the
+    /// file is then only a limit, and [`stored`](Self::stored) receives where items are.
+    fn encoder(&self) -> Option<Box<dyn ItemEncoder>> {
+        None
+    }
+
+    /// Receives the range of the file that the encoded item at `position` takes.
+    fn stored(&self, _position: usize, _range: Range<u64>) {}
+}
+
+/// Changes the bytes of one item after the other.
+pub(crate) trait ItemEncoder: Send {
+    /// Begins the item at `position`.
+    fn begin(&mut self, position: usize) -> Result<(), FormatError>;
+
+    /// Encodes the next bytes of the item.
+    fn push(&mut self, bytes: &[u8], out: &mut dyn FnMut(Bytes)) -> Result<(), FormatError>;
+
+    /// Ends the item.
+    fn finish(&mut self, out: &mut dyn FnMut(Bytes)) -> Result<(), FormatError>;
 }
 
 /// An item of a file: its position in the [`DataSource`], and its length in bytes.
@@ -47,7 +69,7 @@ pub(crate) struct FileItem {
     pub(crate) byte_len: u64,
 }
 
-/// A file of `byte_len` bytes to write.
+/// A file of `byte_len` bytes to write, or of at most as many if its framing has an encoder.
 #[derive(Debug)]
 pub(crate) struct FileSpec<'a> {
     pub(crate) key: &'a Key,
@@ -217,13 +239,14 @@ pub(crate) async fn prepare_file<'a>(
     if byte_len <= limits.part_bytes.min(limits.put_bytes_max) {
         let mut parts = Parts::new(&file, data, options.in_flight);
         let whole = parts.next(u64::MAX).await?.unwrap_or_default();
-        check_len(&file, whole.len())?;
+        let byte_len = check_len(&file, parts.has_exact_len(), whole.len())?;
         report(byte_len);
         let bytes = PendingBytes::InMemory(whole);
         return Ok(PendingFile { storage, key, byte_len, mode, bytes });
     }
     let how = Sending { options, hashed: false };
     let sent = send_file(storage, file, data, how, progress).await?;
+    let byte_len = sent.byte_len;
     let bytes = PendingBytes::Sent(sent.upload);
     Ok(PendingFile { storage, key, byte_len, mode, bytes })
 }
@@ -275,7 +298,11 @@ pub(crate) async fn send_file(
     };
     let mut parts = Parts::new(&file, data, how.options.in_flight);
     let (key, byte_len) = (file.key.clone(), file.byte_len);
-    let options = upload_options(storage, &key, how.options.mode, byte_len)?;
+    let mut options = upload_options(storage, &key, how.options.mode, byte_len)?;
+    let has_exact_len = parts.has_exact_len();
+    if !has_exact_len {
+        options.byte_len = None;
+    }
     let lens = PartLens { part_bytes: options.part_bytes, in_flight: how.options.upload_bytes };
     let upload = storage.start_upload(&key, options).await?;
     let mut sent = SentFile { key, byte_len, crc32: 0, upload };
@@ -286,8 +313,11 @@ pub(crate) async fn send_file(
         }
     };
     let done = send(&mut *sent.upload, &mut parts, lens, &mut hashed, &report).await;
-    match done.and_then(|len| check_len(&file, len)) {
-        Ok(()) => Ok(SentFile { crc32: hasher.map_or(0, crc32fast::Hasher::finalize), ..sent }),
+    match done.and_then(|len| check_len(&file, has_exact_len, len)) {
+        Ok(byte_len) => {
+            let crc32 = hasher.map_or(0, crc32fast::Hasher::finalize);
+            Ok(SentFile { crc32, byte_len, ..sent })
+        }
         Err(error) => {
             sent.abort().await;
             Err(error)
@@ -295,9 +325,10 @@ pub(crate) async fn send_file(
     }
 }
 
-fn check_len(file: &FileSpec<'_>, len: u64) -> Result<(), CheckpointError> {
-    if len == file.byte_len {
-        return Ok(());
+/// The length of a file of which `len` bytes were made.
+fn check_len(file: &FileSpec<'_>, exact: bool, len: u64) -> Result<u64, CheckpointError> {
+    if len == file.byte_len || (!exact && len < file.byte_len) {
+        return Ok(len);
     }
     let problem = format!("{len} bytes were made of the {} planned", file.byte_len);
     Err(FormatError::new("file to write", problem).in_file(file.key.as_str(), len).into())

@@ -214,6 +214,11 @@ def on_every_rank(rank, world, root):
     both("plain", plain())
     both("files_by_size", plain(), writer=lambda path: FileSystemWriter(path, thread_count=3))
     both("file_per_item", dtensors(), writer=lambda path: FileSystemWriter(path, single_file_per_rank=False))
+    if VERSION >= (2, 15):
+        from torch.distributed.checkpoint._extension import ZStandard
+
+        both("compressed", dtensors(), writer=lambda path: FileSystemWriter(path, _extensions=[ZStandard()]))
+        both("compressed_files", plain(), writer=lambda path: FileSystemWriter(path, thread_count=3, _extensions=[ZStandard()]))
     if VERSION >= (2, 4):
         both("fsdp1", fsdp1())
         both("fsdp2", fsdp2(device_mesh((4,), ("dp",))))

@@ -32,6 +32,10 @@ const SAVES: &[(&str, u32, &str, u32)] = &[
     ("one", 1, "plain", 4),
 ];
 
+/// The same through zstd, which only newer versions read. The second save reads no file of the first.
+const COMPRESSED_SAVES: &[(&str, u32, &str, u32)] =
+    &[("compressed", 3, "zstd", 5), ("compressed", 3, "zstd", 6), ("compressed_one", 1, "zstd", 7)];
+
 /// Runs everything; the first difference is an error.
 pub(crate) fn main(args: &[&str]) -> Result {
     let (mut torch, mut keep, mut olmo) = (venv::NEWEST, false, false);
@@ -59,6 +63,10 @@ pub(crate) fn main(args: &[&str]) -> Result {
         None if object => venv::object()?,
         None => venv::python(torch)?,
     };
+    let is_plain = megatron.is_none() && !olmo && !object && framework.is_none();
+    if is_plain && torch == venv::NEWEST {
+        venv::with_libraries(&python)?;
+    }
     let rust = build()?;
     let scratch = Scratch::new(&std::env::temp_dir(), "dcp-interop", keep)?;
     let run = Run { python, rust, folder: scratch.path() };
@@ -88,9 +96,10 @@ pub(crate) fn main(args: &[&str]) -> Result {
         return Ok(());
     }
     run.torch_to_rust()?;
-    run.rust_to_torch()?;
+    run.rust_to_torch("rust", SAVES)?;
     run.torch_save()?;
     if torch == venv::NEWEST {
+        run.rust_to_torch("rust_compressed", COMPRESSED_SAVES)?;
         run.meshes()?;
         run.state_dicts()?;
         run.parts()?;
@@ -137,12 +146,12 @@ impl Run<'_> {
         run(self.script("interop_torch_save.py").arg("check").arg(&folder))
     }
 
-    fn rust_to_torch(&self) -> Result {
+    fn rust_to_torch(&self, folder: &str, saves: &[(&str, u32, &str, u32)]) -> Result {
         let state = self.folder.join("state.json");
         run(self.script("interop_state.py").arg(&state))?;
-        let saved = self.folder.join("rust");
+        let saved = self.folder.join(folder);
         let mut names = Vec::new();
-        for (name, ranks, how, salt) in SAVES {
+        for (name, ranks, how, salt) in saves {
             println!("Rust saves {name} on {ranks} ranks");
             let (path, salt) = (saved.join(name), salt.to_string());
             self.rust(*ranks, |rust| {
@@ -163,7 +172,6 @@ impl Run<'_> {
     /// Folders of transformers and of PyTorch's Hugging Face storage, converted by the command and
     /// opened by the libraries. What families of models say of transformers is so.
     fn hugging_face(&self) -> Result {
-        venv::with_libraries(&self.python)?;
         let families = workspace::root().join("dcp-mapping/families");
         run(self.script("interop_families.py").arg(families))?;
         let (theirs, ours) = (self.folder.join("hf"), self.folder.join("hf_converted"));

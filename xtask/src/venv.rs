@@ -29,8 +29,9 @@ pub(crate) fn python(torch: &str) -> Result<PathBuf> {
 }
 
 /// The libraries that CI proves interoperability with. transformers opens MXFP4 only with
-/// accelerate.
-const LIBRARIES: &[&str] = &["transformers==5.23.0", "accelerate==1.15.0", "torchao==0.18.0"];
+/// accelerate, and PyTorch compresses only with zstandard.
+const LIBRARIES: &[&str] =
+    &["transformers==5.23.0", "accelerate==1.15.0", "torchao==0.18.0", "zstandard==0.25.0"];
 
 /// Adds the libraries to an environment. They are large, so only that of the newest torch gets
 /// them.

@@ -309,7 +309,8 @@ impl<'a> Written<'a> {
     }
 
     pub(super) async fn commit(self) -> Outcome {
-        Ok(self.run.commit(self.own, &self.metadata, self.reports).await?)
+        self.run.commit(self.own, &self.metadata, self.reports).await?;
+        Ok(())
     }
 
     pub(super) async fn abandon(self) {

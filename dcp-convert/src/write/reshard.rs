@@ -189,7 +189,7 @@ async fn commit(
     reports: Vec<dcp_core::checkpoint::WriteReport>,
     _: Verified,
 ) -> Result<(), CheckpointError> {
-    save.commit(writes, metadata, reports).await
+    save.commit(writes, metadata, reports).await.map(drop)
 }
 
 /// Writes the data of all ranks and checks that none of it is damaged. When it fails, no rank is

@@ -1,5 +1,6 @@
 //! The coordinator's part of a save.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -87,7 +88,7 @@ pub(super) async fn commit(
     let all = reports.iter().flat_map(|report| &report.lines);
     let totals = Totals {
         entries: plan.metadata.len() as u64,
-        bytes_written: all.clone().map(|(_, len, ..)| *len).sum(),
+        bytes_written: all.clone().map(|line| line.byte_len).sum(),
         files: all.count() as u64,
         reused_plan: reused,
         write_times: WriteTimes::of(
@@ -99,6 +100,12 @@ pub(super) async fn commit(
     let reports =
         reports.into_iter().map(|rank| report(rank.lines)).collect::<Result<Vec<_>, _>>()?;
     let run = lead.run.take().ok_or_else(no_plan)?;
-    run.commit(vec![mine], &plan.metadata, reports).await?;
+    let stored = run.commit(vec![mine], &plan.metadata, reports).await?;
+    if let Cow::Owned(metadata) = stored {
+        // The remembered plan keeps the planned places.
+        let mut plan = GlobalPlan::clone(plan);
+        plan.metadata = metadata;
+        lead.plan = Some(Arc::new(plan));
+    }
     Ok((totals, ()))
 }

@@ -3,9 +3,12 @@
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
-use dcp_core::{Collective, CollectiveError, DType, StateDict, Storage, Tensor};
+use dcp_core::{
+    CheckpointMetadata, Collective, CollectiveError, DType, StateDict, Storage, StorageReader as _,
+    Tensor,
+};
 use dcp_engine::{SaveSummary, Saver};
-use dcp_formats::dcp::{DcpWriter, FileLayout};
+use dcp_formats::dcp::{DcpReader, DcpWriter, FileLayout, Zstd};
 use dcp_planner::{DedupPolicy, DefaultSavePlanner};
 
 use crate::harness::{block_on, counting, holds_sample, memory, on_ranks, rows, sample};
@@ -49,6 +52,49 @@ fn an_overwrite_reuses_the_plan_under_new_names() {
     let mut data: Vec<_> = names.filter(|name| name.ends_with(".distcp")).collect();
     data.sort();
     assert_eq!(data, ["__0_0.g3.distcp", "__1_0.g3.distcp"]);
+}
+
+/// The lengths of compressed items differ between saves, the plan does not.
+#[test]
+fn compressed_saves_reuse_the_plan_and_return_where_items_are() {
+    let places = [memory(), memory(), memory()];
+    let runs = on_ranks(3, |rank, group| {
+        let saver = Saver::new().group(group);
+        let save = |(place, first): (&Arc<dyn Storage>, i32)| {
+            let writer = DcpWriter::builder(Arc::clone(place)).zstd(Zstd::new()).build();
+            block_on(saver.save(&sample(rank, 3, first), &writer)).unwrap()
+        };
+        places.iter().zip([10, 20_000, 30]).map(save).collect::<Vec<_>>()
+    });
+    for run in &runs {
+        assert_eq!([0, 1, 2].map(|save| run[save].reused_plan), [false, true, true]);
+    }
+    let mut ends = Vec::new();
+    for ((place, first), summary) in places.iter().zip([10, 20_000, 30]).zip(&runs[0]) {
+        assert!(holds_sample(place, first));
+        let stored = block_on(DcpReader::new(Arc::clone(place)).metadata()).unwrap();
+        let chunks = |metadata: &CheckpointMetadata| {
+            let tensor = metadata.get("model.weight").unwrap().as_tensor().unwrap();
+            tensor.chunks.iter().map(|chunk| chunk.placement).collect::<Vec<_>>()
+        };
+        assert_eq!(chunks(summary.metadata().unwrap()), chunks(&stored));
+        ends.push(chunks(&stored)[2].map(|place| place.byte_offset + place.byte_len));
+    }
+    assert_ne!(ends[0], ends[1]);
+}
+
+#[test]
+fn another_compression_is_a_change_of_plan() {
+    let place = memory();
+    let runs = on_ranks(2, |rank, group| {
+        let saver = Saver::new().group(group);
+        [None, Some(Zstd::new()), Some(Zstd::new()), Some(Zstd::new().level(9)), None].map(|zstd| {
+            let writer = DcpWriter::builder(Arc::clone(&place)).zstd(zstd).build();
+            block_on(saver.save(&sample(rank, 2, 1), &writer)).unwrap().reused_plan
+        })
+    });
+    assert!(runs.iter().all(|run| run[..4] == [false, false, true, false]), "{runs:?}");
+    assert!(holds_sample(&place, 1));
 }
 
 /// Saves twice with one saver, to two places that all ranks share.

@@ -6,6 +6,7 @@
 mod audit;
 mod by_rank;
 mod commit;
+mod compression;
 mod format;
 mod index;
 mod merge;
@@ -19,6 +20,8 @@ mod split;
 mod wrapped;
 mod write;
 mod writer;
+#[cfg(feature = "zstd")]
+mod zstd_encoder;
 
 pub use crate::chunk_crcs::ChunkCrcs;
 pub use by_rank::Differing;
@@ -30,3 +33,5 @@ pub use sidecar::{Sidecar, SidecarFile};
 pub use split::FileLayout;
 pub use write::prepare_tensor_file;
 pub use writer::{DcpWriter, DcpWriterBuilder};
+#[cfg(feature = "zstd")]
+pub use zstd_encoder::Zstd;

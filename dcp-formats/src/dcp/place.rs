@@ -1,4 +1,5 @@
-//! Computes the placement of every item from lengths that are known before the first byte.
+//! Computes the placement of every item from lengths that are known before the first byte: those
+//! before compression, which [`WriteReport::stored`](dcp_core::checkpoint::WriteReport) corrects.
 
 use std::collections::HashMap;
 
@@ -12,6 +13,7 @@ use super::write::encoded_len;
 
 pub(super) fn place(
     layout: FileLayout,
+    encoding: &Encoding,
     generation: u64,
     locals: &[SavePlan],
     global: &mut GlobalPlan,
@@ -29,7 +31,7 @@ pub(super) fn place(
             .iter()
             .map(|selected| lens.size(item(local, selected)?))
             .collect::<Result<Vec<_>, CheckpointError>>()?;
-        let mut plan = WritePlan { encodings: vec![Encoding::default()], ..WritePlan::default() };
+        let mut plan = WritePlan { encodings: vec![encoding.clone()], ..WritePlan::default() };
         for (n, items) in layout.split(&sizes).into_iter().enumerate() {
             let key = data_file(rank, n, generation).map_err(StorageError::from)?;
             let file = FileId::from_index(plan.files.len()).ok_or_else(too_many)?;
@@ -42,7 +44,7 @@ pub(super) fn place(
                 let placement =
                     Placement { file, encoding: 0, byte_offset: at, byte_len: size.byte_len };
                 plan.orders.push(WriteOrder { item: selected.item, placement });
-                record(metadata, selected, &key, placement)?;
+                record(metadata, selected, &key, encoding, placement)?;
                 at = end;
             }
             plan.files.push(key);
@@ -62,10 +64,11 @@ fn record(
     metadata: &mut CheckpointMetadata,
     selected: &SelectedItem,
     key: &Key,
+    encoding: &Encoding,
     placement: Placement,
 ) -> Result<(), PlanError> {
     let file = metadata.intern_file(key).ok_or_else(too_many)?;
-    let encoding = metadata.intern_encoding(&Encoding::default()).ok_or_else(too_many)?;
+    let encoding = metadata.intern_encoding(encoding).ok_or_else(too_many)?;
     let placement = Placement { file, encoding, ..placement };
     match metadata.at_mut(selected.entry as usize) {
         Some((_, Entry::Tensor(tensor))) if (selected.chunk as usize) < tensor.chunks.len() => {

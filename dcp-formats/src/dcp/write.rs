@@ -1,17 +1,20 @@
 //! Writes one rank's files: archives, concatenated.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use dcp_core::checkpoint::DataSource;
-use dcp_core::metadata::Encoding;
 use dcp_core::plan::{SavePlan, WritePlan};
 use dcp_core::{CheckpointError, DType, FormatError, Key, PlanError, Storage};
 
+use super::compression::Compression;
 use crate::torch_tensor::TensorLayout;
 use crate::torch_zip::{ArchiveEncoder, RecordSet};
 use crate::upload::{
-    ByteProgress, FileItem, FileOptions, FileSpec, Framing, PendingFile, prepare_file, write_file,
+    ByteProgress, FileItem, FileOptions, FileSpec, Framing, ItemEncoder, PendingFile, prepare_file,
+    write_file,
 };
 
 /// The size of a tensor chunk in a file, in bytes.
@@ -42,13 +45,13 @@ pub async fn prepare_tensor_file<'a>(
 ) -> Result<PendingFile<'a>, CheckpointError> {
     let byte_len = encoded_len(fqn, dtype, sizes)?;
     let elements = TensorLayout::contiguous(dtype, sizes)?.byte_len();
-    let items =
-        vec![Archive { fqn: Arc::clone(fqn), tensor: Some((dtype, sizes.into())), byte_offset: 0 }];
+    let tensor = Some((dtype, sizes.into()));
+    let items = vec![Archive { fqn: Arc::clone(fqn), tensor, byte_offset: 0, byte_len }];
     let job = FileJob {
         key: key.clone(),
         byte_len,
         items: vec![FileItem { item: 0, byte_len: elements }],
-        framing: Archives { items, checksums: true, seen: Mutex::default() },
+        framing: Archives { items, ..Archives::new(true, Compression::None) },
     };
     prepare_file(storage, job.spec(), options, data, None).await
 }
@@ -66,8 +69,17 @@ pub(super) struct FileJob {
 struct Archives {
     items: Vec<Archive>,
     checksums: bool,
-    /// The CRC-32s of tensors, in the order of their positions.
-    seen: Mutex<Vec<(usize, u32)>>,
+    compression: Compression,
+    written: Mutex<Written>,
+}
+
+/// What became of items, by their positions.
+#[derive(Debug, Default)]
+struct Written {
+    /// The CRC-32s of tensors.
+    crc32s: Vec<(usize, u32)>,
+    /// Where items are in the file, if they were encoded.
+    ranges: BTreeMap<usize, Range<u64>>,
 }
 
 #[derive(Debug)]
@@ -76,6 +88,8 @@ struct Archive {
     /// The tensor's dtype and shape; `None` for an object, which is already an archive.
     tensor: Option<(DType, Box<[u64]>)>,
     byte_offset: u64,
+    /// Its length before it is encoded, in bytes.
+    byte_len: u64,
 }
 
 impl FileJob {
@@ -84,7 +98,9 @@ impl FileJob {
         local: &SavePlan,
         plan: &WritePlan,
         checksums: bool,
+        compression: Compression,
     ) -> Result<Vec<Self>, CheckpointError> {
+        let encoding = compression.encoding();
         let mut jobs: Vec<Self> = plan
             .files
             .iter()
@@ -92,7 +108,7 @@ impl FileJob {
                 key: key.clone(),
                 byte_len: 0,
                 items: Vec::new(),
-                framing: Archives { items: Vec::new(), checksums, seen: Mutex::default() },
+                framing: Archives::new(checksums, compression),
             })
             .collect();
         for order in &plan.orders {
@@ -105,9 +121,10 @@ impl FileJob {
                 let fqn = item.key.fqn.to_string();
                 CheckpointError::from(PlanError::Misplaced { fqn, problem })
             };
-            let encoding = plan.encodings.get(usize::from(placement.encoding));
-            if encoding != Some(&Encoding::default()) {
-                let problem = "its encoding is not the one of this format".to_owned();
+            if plan.encodings.get(usize::from(placement.encoding)) != Some(&encoding) {
+                let problem = "its encoding is not the one of this rank's writer; all ranks need \
+                               the same options"
+                    .to_owned();
                 return Err(misplaced(problem));
             }
             let job = jobs
@@ -129,7 +146,8 @@ impl FileJob {
             let byte_offset = job.byte_len;
             job.byte_len = job.byte_len.saturating_add(byte_len);
             job.items.push(FileItem { item: index, byte_len: item.byte_len });
-            job.framing.items.push(Archive { fqn: Arc::clone(&item.key.fqn), tensor, byte_offset });
+            let fqn = Arc::clone(&item.key.fqn);
+            job.framing.items.push(Archive { fqn, tensor, byte_offset, byte_len });
         }
         Ok(jobs)
     }
@@ -138,23 +156,34 @@ impl FileJob {
         &self.key
     }
 
-    pub(super) fn byte_len(&self) -> u64 {
-        self.byte_len
-    }
-
     /// The CRC-32s of the tensors that were written, by the offset of their archive.
     pub(super) fn checksums(&self) -> Vec<(u64, u32)> {
-        let seen = self.framing.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let written = self.framing.written();
         let item = |&(position, crc32): &(usize, u32)| {
-            Some((self.framing.items.get(position)?.byte_offset, crc32))
+            let offset = match written.ranges.get(&position) {
+                Some(range) => range.start,
+                None => self.framing.items.get(position)?.byte_offset,
+            };
+            Some((offset, crc32))
         };
-        seen.iter().filter_map(item).collect()
+        written.crc32s.iter().filter_map(item).collect()
+    }
+
+    /// Where encoded items are, by the offsets at which they were planned.
+    pub(super) fn stored(&self) -> Vec<(u64, Range<u64>)> {
+        let written = self.framing.written();
+        let items = written.ranges.iter();
+        items
+            .filter_map(|(at, range)| {
+                Some((self.framing.items.get(*at)?.byte_offset, range.clone()))
+            })
+            .collect()
     }
 
     fn spec(&self) -> FileSpec<'_> {
         FileSpec {
             key: &self.key,
-            byte_len: self.byte_len,
+            byte_len: self.framing.byte_len_max(self.byte_len),
             items: &self.items,
             framing: &self.framing,
         }
@@ -166,12 +195,31 @@ impl FileJob {
         data: &dyn DataSource,
         options: FileOptions,
         progress: Option<&ByteProgress>,
-    ) -> Result<(), CheckpointError> {
-        write_file(storage, self.spec(), data, options, progress).await.map(drop)
+    ) -> Result<u64, CheckpointError> {
+        let meta = write_file(storage, self.spec(), data, options, progress).await?;
+        Ok(meta.byte_len)
     }
 }
 
 impl Archives {
+    fn new(checksums: bool, compression: Compression) -> Self {
+        Self { items: Vec::new(), checksums, compression, written: Mutex::default() }
+    }
+
+    fn written(&self) -> MutexGuard<'_, Written> {
+        self.written.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The length of the file whose items have `byte_len` bytes before they are encoded, or its
+    /// maximum.
+    fn byte_len_max(&self, byte_len: u64) -> u64 {
+        if self.compression == Compression::None {
+            return byte_len;
+        }
+        let lens = self.items.iter().map(|item| self.compression.byte_len_max(item.byte_len));
+        lens.fold(0, u64::saturating_add)
+    }
+
     fn tensor(&self, position: usize) -> Option<&(DType, Box<[u64]>)> {
         self.items.get(position)?.tensor.as_ref()
     }
@@ -190,8 +238,7 @@ impl Framing for Archives {
             Some((dtype, sizes)) => {
                 let crc32 = if self.checksums { crc32 } else { 0 };
                 if self.checksums {
-                    let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-                    seen.push((position, crc32));
+                    self.written().crc32s.push((position, crc32));
                 }
                 Ok(archive(*dtype, sizes)?.tail(&[crc32]))
             }
@@ -205,5 +252,13 @@ impl Framing for Archives {
 
     fn name(&self, position: usize) -> &str {
         self.items.get(position).map_or("", |archive| &archive.fqn)
+    }
+
+    fn encoder(&self) -> Option<Box<dyn ItemEncoder>> {
+        self.compression.encoder(|| self.items.iter().map(|item| item.byte_len).collect())
+    }
+
+    fn stored(&self, position: usize, range: Range<u64>) {
+        self.written().ranges.insert(position, range);
     }
 }

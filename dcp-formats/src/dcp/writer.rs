@@ -19,11 +19,14 @@ use futures_util::TryStreamExt as _;
 use futures_util::future::join;
 
 use super::commit;
+use super::compression::Compression;
 use super::names::{self, METADATA, Named};
 use super::place;
 use super::sidecar::Origin;
 use super::split::FileLayout;
 use super::write::FileJob;
+#[cfg(feature = "zstd")]
+use super::zstd_encoder::Zstd;
 use crate::metadata::Profile;
 use crate::stop::Stop;
 use crate::upload::{ByteProgress, FileOptions, upload_bytes};
@@ -68,6 +71,7 @@ pub(super) struct Options {
     pub(super) origin: Origin,
     pub(super) progress: Option<ByteProgress>,
     pub(super) upload_bytes: Option<u64>,
+    pub(super) compression: Compression,
 }
 
 /// Options of a [`DcpWriter`].
@@ -96,6 +100,7 @@ impl DcpWriter {
             origin: Origin::default(),
             progress: None,
             upload_bytes: None,
+            compression: Compression::None,
         };
         DcpWriterBuilder { storage, options }
     }
@@ -111,9 +116,10 @@ impl DcpWriter {
         options: FileOptions,
     ) -> Result<(Key, u64, Duration), CheckpointError> {
         let started = Instant::now();
-        job.write(&*self.storage, data, options, self.options.progress.as_ref()).await?;
+        let progress = self.options.progress.as_ref();
+        let byte_len = job.write(&*self.storage, data, options, progress).await?;
         self.created().insert(job.key().clone());
-        Ok((job.key().clone(), job.byte_len(), started.elapsed()))
+        Ok((job.key().clone(), byte_len, started.elapsed()))
     }
 }
 
@@ -180,6 +186,17 @@ impl DcpWriterBuilder {
     /// and devices, needs memory for its parts, so by default it has 48 MiB and one file at a time.
     pub fn upload_bytes(mut self, bytes: u64) -> Self {
         self.options.upload_bytes = Some(bytes);
+        self
+    }
+
+    /// Compresses every item with zstd. All ranks need the same setting. The default is none, as in
+    /// PyTorch.
+    ///
+    /// The lengths of items are then not known before they are written: each rank reports them to
+    /// the coordinator, in a few bytes for each item.
+    #[cfg(feature = "zstd")]
+    pub fn zstd(mut self, zstd: impl Into<Option<Zstd>>) -> Self {
+        self.options.compression = zstd.into().map_or(Compression::None, Compression::Zstd);
         self
     }
 
@@ -262,7 +279,8 @@ impl StorageWriter for DcpWriter {
         let generation = highest.map_or(0, |highest| highest.saturating_add(1));
         let replaced = Replaced(metadata.map(|bytes| crc32fast::hash(&bytes)));
         let session = SaveSession::new(generation, stale).with_claim(claim).with_state(replaced);
-        Ok(session.with_layout(self.options.layout.fingerprint()))
+        let Options { layout, compression, .. } = &self.options;
+        Ok(session.with_layout(layout.fingerprint() ^ compression.fingerprint() << 32))
     }
 
     fn place(
@@ -271,7 +289,8 @@ impl StorageWriter for DcpWriter {
         locals: &[SavePlan],
         global: &mut GlobalPlan,
     ) -> Result<Vec<WritePlan>, CheckpointError> {
-        place::place(self.options.layout, session.generation, locals, global)
+        let Options { layout, compression, .. } = &self.options;
+        place::place(*layout, &compression.encoding(), session.generation, locals, global)
     }
 
     fn renamed(&self, file: &Key, generation: u64) -> Result<Key, CheckpointError> {
@@ -285,13 +304,15 @@ impl StorageWriter for DcpWriter {
         plan: &WritePlan,
         data: Arc<dyn DataSource>,
     ) -> Result<WriteReport, CheckpointError> {
-        let jobs = FileJob::for_plan(local, plan, self.options.checksums)?;
+        let jobs =
+            FileJob::for_plan(local, plan, self.options.checksums, self.options.compression)?;
         // Files of earlier saves are settled: committed or removed.
         let own = plan.files.first().and_then(|file| Named::parse(file.as_str()));
         self.created().retain(|key| Named::parse(key.as_str()) == own);
         let mut parallelism = usize::from(self.storage.capabilities().parallelism);
         // Parts of lent memory cost nothing, others do.
-        let is_lent = data.segment_bytes() == u64::MAX;
+        let is_compressed = self.options.compression != Compression::None;
+        let is_lent = data.segment_bytes() == u64::MAX && !is_compressed;
         let in_flight = match self.options.upload_bytes {
             Some(bytes) => bytes,
             None if is_lent => upload_bytes(&*self.storage),
@@ -309,7 +330,11 @@ impl StorageWriter for DcpWriter {
         written.sort_unstable();
         let durations = written.iter().map(|(key, _, time)| (key.clone(), *time)).collect();
         let files = written.into_iter().map(|(key, len, _)| (key, len)).collect();
-        let report = WriteReport::new(files).with_durations(durations);
+        let mut report = WriteReport::new(files).with_durations(durations);
+        if is_compressed {
+            let stored = jobs.iter().map(|job| (job.key().clone(), job.stored()));
+            report = report.with_stored(stored.collect());
+        }
         if !self.options.sidecar {
             return Ok(report);
         }
@@ -368,6 +393,7 @@ impl fmt::Debug for Options {
             .field("overwrite", &self.overwrite)
             .field("sidecar", &self.sidecar)
             .field("checksums", &self.checksums)
+            .field("compression", &self.compression)
             .finish_non_exhaustive()
     }
 }

@@ -1,17 +1,22 @@
 //! Divides the bytes of a file into parts, from segments of its data.
 
+use std::future::poll_fn;
 use std::ops::Range;
+use std::task::Poll;
 
 use bytes::{Bytes, BytesMut};
 use dcp_core::checkpoint::DataSource;
-use dcp_core::{CheckpointError, Payload, PlanError};
+use dcp_core::{CheckpointError, FormatError, Payload, PlanError};
 use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesOrdered, StreamExt};
 
-use super::{FileItem, FileSpec, Framing};
+use super::{FileItem, FileSpec, Framing, ItemEncoder};
 
 /// Pieces below this length are copied together, so that a part consists of few pieces.
 const CRUMB_BYTES: usize = 4096;
+/// Bytes that are encoded before other futures of the thread make progress, and the most by which
+/// they exceed the length of a part.
+const ENCODED_AT_ONCE: u64 = 1 << 20;
 
 /// Builds the parts of a file, in order.
 pub(super) struct Parts<'a> {
@@ -31,6 +36,10 @@ pub(super) struct Parts<'a> {
     /// Bytes beyond the end of the last part.
     beyond: Payload,
     crc32: crc32fast::Hasher,
+    encoder: Option<Box<dyn ItemEncoder>>,
+    /// Bytes of the file so far, and where the current item begins.
+    made: u64,
+    item_start: u64,
 }
 
 impl<'a> Parts<'a> {
@@ -47,7 +56,15 @@ impl<'a> Parts<'a> {
             rest: Payload::default(),
             beyond: Payload::default(),
             crc32: crc32fast::Hasher::new(),
+            encoder: file.framing.encoder(),
+            made: 0,
+            item_start: 0,
         }
+    }
+
+    /// Whether the file has exactly the bytes of its items and what is around them.
+    pub(super) fn has_exact_len(&self) -> bool {
+        self.encoder.is_none()
     }
 
     /// The next part, of `limit` bytes or of what is left; `None` at the end of the file.
@@ -60,15 +77,27 @@ impl<'a> Parts<'a> {
             let Some(&FileItem { byte_len, .. }) = self.items.get(self.position) else { break };
             match self.resolved {
                 None => {
-                    part.push(self.framing.before(self.position)?);
+                    self.item_start = self.made;
+                    let before = self.framing.before(self.position)?;
+                    if let Some(encoder) = &mut self.encoder {
+                        encoder.begin(self.position)?;
+                    }
+                    self.emit(&mut part, before)?;
                     self.crc32 = crc32fast::Hasher::new();
                     self.resolved = Some(0);
                 }
-                _ if !self.rest.is_empty() => self.take(&mut part, limit),
+                _ if !self.rest.is_empty() => {
+                    self.take(&mut part, limit)?;
+                    if self.encoder.is_some() {
+                        let_others_run().await;
+                    }
+                }
                 Some(done) if done < byte_len => self.resolve(done, byte_len).await?,
                 Some(_) => {
                     let crc32 = std::mem::take(&mut self.crc32).finalize();
-                    part.push(self.framing.after(self.position, crc32)?);
+                    let after = self.framing.after(self.position, crc32)?;
+                    self.emit(&mut part, after)?;
+                    self.end_item(&mut part)?;
                     self.resolved = None;
                     self.position += 1;
                 }
@@ -127,8 +156,9 @@ impl<'a> Parts<'a> {
     }
 
     /// Moves bytes that have arrived to the part, up to its limit.
-    fn take(&mut self, part: &mut Gather, limit: u64) {
-        let room = limit - part.len;
+    fn take(&mut self, part: &mut Gather, limit: u64) -> Result<(), CheckpointError> {
+        let at_once = if self.encoder.is_some() { ENCODED_AT_ONCE } else { u64::MAX };
+        let room = at_once.min(limit - part.len);
         let rest = std::mem::take(&mut self.rest);
         let now = if rest.len() > room {
             self.rest = rest.slice(room..rest.len());
@@ -140,9 +170,53 @@ impl<'a> Parts<'a> {
             if self.framing.needs_crc(self.position) {
                 self.crc32.update(piece);
             }
-            part.push(piece.clone());
+            self.emit(part, piece.clone())?;
         }
+        Ok(())
     }
+
+    /// Appends bytes of the current item to the part.
+    fn emit(&mut self, part: &mut Gather, bytes: Bytes) -> Result<(), CheckpointError> {
+        let before = part.len;
+        match &mut self.encoder {
+            None => part.push(bytes),
+            Some(encoder) => encoder
+                .push(&bytes, &mut |bytes| part.push(bytes))
+                .map_err(|error| of_item(self.framing, self.position, error))?,
+        }
+        self.made += part.len - before;
+        Ok(())
+    }
+
+    /// Appends what the encoder has of the current item, and reports its place.
+    fn end_item(&mut self, part: &mut Gather) -> Result<(), CheckpointError> {
+        let Some(encoder) = &mut self.encoder else { return Ok(()) };
+        let before = part.len;
+        encoder
+            .finish(&mut |bytes| part.push(bytes))
+            .map_err(|error| of_item(self.framing, self.position, error))?;
+        self.made += part.len - before;
+        self.framing.stored(self.position, self.item_start..self.made);
+        Ok(())
+    }
+}
+
+fn of_item(framing: &dyn Framing, position: usize, error: FormatError) -> CheckpointError {
+    let problem = format!("{:?}: {}", framing.name(position), error.problem());
+    FormatError::new("item to write", problem).with_source(error).into()
+}
+
+/// Returns pending once, so that other futures of the task make progress.
+async fn let_others_run() {
+    let mut has_run = false;
+    poll_fn(|context| {
+        if std::mem::replace(&mut has_run, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
 }
 
 /// A payload under construction.

@@ -1,6 +1,8 @@
 //! PyTorch's layout over a storage in memory: real checkpoints in, own checkpoints in and out,
 //! and everything that can go wrong on the way.
 
+#[cfg(feature = "zstd")]
+mod compression;
 mod crash;
 mod damage;
 mod fixtures;

@@ -13,6 +13,7 @@ use dcp_core::plan::{
     GlobalPlan, LoadPlan, PlanKey, ReadItem, ReadKind, SavePlan, SelectedItem, TensorSpec,
     WritePlan,
 };
+use dcp_core::save_run::SaveRun;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, Payload, Region, Storage, StorageReader as _,
     StorageWriter as _, Tensor, TensorView, Value,
@@ -296,12 +297,12 @@ pub(crate) async fn save_in_segments(
     state: &State,
     segment: u64,
 ) -> Result<(), CheckpointError> {
-    let session = writer.begin().await?;
+    let run = SaveRun::begin(writer).await?;
     let (locals, mut global, data) = state.plan(writer);
-    let plans = writer.place(&session, &locals, &mut global)?;
+    let plans = run.place(&locals, &mut global)?;
     let written = write_all(writer, &locals, &plans, data, segment).await;
     let committed = match written {
-        Ok(reports) => writer.commit(session, &global.metadata, reports).await,
+        Ok(reports) => run.commit(Vec::new(), &global.metadata, reports).await.map(drop),
         Err(error) => Err(error),
     };
     if committed.is_err() {

@@ -8,7 +8,7 @@
 //!   `expected.safetensors` and `expected.json` beside it.
 //! - `load-from URL FOLDER NAME...` does the same with checkpoints below a URL, and with what is
 //!   expected of each in a folder.
-//! - `save STATE.json CHECKPOINT plain|by-size SALT` saves tensors whose bytes follow from their
+//! - `save STATE.json CHECKPOINT plain|by-size|zstd SALT` saves tensors whose bytes follow from their
 //!   name, and the objects of the file.
 //! - `rewrite FROM TO` carries every object over without understanding it.
 //! - `olmo FROM TO nested|flat` loads a checkpoint of OLMo-core and saves it in that layout.
@@ -40,7 +40,7 @@ use dcp::collectives::TcpConfig;
 use dcp::core::StorageReader;
 use dcp::core::metadata::Entry;
 use dcp::core::registry::Access;
-use dcp::formats::dcp::{DcpReader, DcpWriter, FileLayout};
+use dcp::formats::dcp::{DcpReader, DcpWriter, FileLayout, Zstd};
 use dcp::planner::set_at_path;
 use dcp::{Checkpointer, Collective, DType, LoadMode, StateDict, Storage, Tensor, Value};
 use expected::Contents;
@@ -92,7 +92,7 @@ fn main() -> Result {
                 }
                 Ok(())
             }
-            _ => Err("usage: load DIR... | load-from URL DIR NAME... | save STATE DIR plain|by-size SALT | rewrite DIR DIR | \
+            _ => Err("usage: load DIR... | load-from URL DIR NAME... | save STATE DIR plain|by-size|zstd SALT | rewrite DIR DIR | \
                      resave FOLDER NAME..."
                 .into()),
         }
@@ -148,14 +148,15 @@ async fn save(
         let value = expected::value_of(object.get("value").unwrap_or(&Json::Null))?;
         set_at_path(&mut state, &expected::path(&object)?, value)?;
     }
-    let layout = match files {
-        "plain" => FileLayout::default(),
-        "by-size" => FileLayout::SplitBySize(NonZeroUsize::MIN.saturating_add(2)),
+    let (layout, zstd) = match files {
+        "plain" => (FileLayout::default(), None),
+        "by-size" => (FileLayout::SplitBySize(NonZeroUsize::MIN.saturating_add(2)), None),
+        "zstd" => (FileLayout::default(), Some(Zstd::new())),
         other => return Err(format!("unknown way to save: {other}").into()),
     };
     Checkpointer::new()
         .group(Arc::clone(group))
-        .writer(move |storage| DcpWriter::builder(storage).files(layout).build())
+        .writer(move |storage| DcpWriter::builder(storage).files(layout).zstd(zstd).build())
         .save(&state, checkpoint)
         .await?;
     Ok(())

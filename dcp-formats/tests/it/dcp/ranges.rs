@@ -13,7 +13,11 @@ use proptest::prelude::*;
 use crate::harness::{Leaf, Sink, State, block_on, cut, fixture, save};
 
 /// Fills `region` of entry 0 from all chunks that hold some of it; returns its bytes.
-fn load_region(storage: Arc<dyn Storage>, region: &Region, padding: u64) -> (Vec<u8>, ReadReport) {
+pub(super) fn load_region(
+    storage: Arc<dyn Storage>,
+    region: &Region,
+    padding: u64,
+) -> (Vec<u8>, ReadReport) {
     block_on(async {
         let reader = DcpReader::builder(storage).scratch_bytes(1 << 20).build();
         let metadata = reader.metadata().await.unwrap();

@@ -6,6 +6,7 @@ use crate::tidy::{lines_before_tests, rust_sources};
 
 /// Files of the traits that plug-ins implement.
 const CONTRACTS: &[&str] = &[
+    "dcp-collectives-nccl/src/link.rs",
     "dcp-core/src/checkpoint.rs",
     "dcp-core/src/collective.rs",
     "dcp-core/src/device.rs",
@@ -19,8 +20,9 @@ const CONTRACTS: &[&str] = &[
 const EXTENSIONS: &[&str] = &["StorageExt"];
 
 /// The modules with unsafe code, each a leaf with its proof: memory that is lent, and the calls of
-/// NVIDIA's driver.
-const UNSAFE: &[&str] = &["dcp-core/src/memory.rs", "dcp-cuda/src/driver.rs"];
+/// NVIDIA's driver and of NCCL.
+const UNSAFE: &[&str] =
+    &["dcp-collectives-nccl/src/nccl.rs", "dcp-core/src/memory.rs", "dcp-cuda/src/driver.rs"];
 
 /// The one module of `dcp-convert` that writes to a storage: each of its steps consumes the proof
 /// that what was read is undamaged.

@@ -127,6 +127,19 @@ const LAYERS: &[Layer] = &[
         never_named: &["StorageWriter", "StorageReader", "SavePlan", "LoadPlan", "std::fs"],
     },
     Layer {
+        package: "dcp-collectives-nccl",
+        uses: &["dcp-core", "dcp-cuda"],
+        tests_use: &[
+            "dcp-conformance",
+            "dcp-testing",
+            "dcp-collectives",
+            "dcp-engine",
+            "dcp-formats",
+        ],
+        never: &["object_store", "reqwest", "hyper", "zip", "serde_json"],
+        never_named: &["std::fs", "std::net", "StorageWriter", "StorageReader", "SavePlan"],
+    },
+    Layer {
         package: "dcp-trace",
         uses: &["dcp-core", "dcp-engine"],
         tests_use: &["dcp-conformance", "dcp-testing", "dcp-formats"],

@@ -23,7 +23,7 @@ pub type ByteProgress = Arc<dyn Fn(u64) + Send + Sync>;
 
 /// The default of [`FileOptions::upload_bytes`]: four parts of the default length.
 const UPLOAD_BYTES: u64 = 64 << 20;
-/// The maximum bytes in flight of a save.
+/// The maximum bytes of parts that are being written, of a save.
 const UPLOAD_BYTES_MAX: u64 = 256 << 20;
 
 /// The bytes of a file around each item.
@@ -170,14 +170,15 @@ impl PendingFile<'_> {
     }
 }
 
-/// The bytes of parts that a save keeps in flight to a storage: as many parts as the storage handles
-/// concurrently, in 64 to 256 MiB.
+/// The bytes of parts that a save of lent memory keeps in flight to a storage: as many parts as the
+/// storage handles concurrently, in 64 to 256 MiB, and the next one, which needs no memory.
 pub(crate) fn upload_bytes(storage: &dyn Storage) -> u64 {
     let capabilities = storage.capabilities();
     let part_bytes = capabilities.write_limits.part_bytes;
     part_bytes
         .saturating_mul(u64::from(capabilities.parallelism))
         .clamp(UPLOAD_BYTES, UPLOAD_BYTES_MAX)
+        .saturating_add(part_bytes)
 }
 
 /// Fails unless the storage has as many bytes as were written.
@@ -303,7 +304,9 @@ pub(crate) async fn send_file(
     if !has_exact_len {
         options.byte_len = None;
     }
-    let lens = PartLens { part_bytes: options.part_bytes, in_flight: how.options.upload_bytes };
+    // A part may be 1/64 longer than the storage's preferred length.
+    let in_flight = how.options.upload_bytes.saturating_add(how.options.upload_bytes / 64);
+    let lens = PartLens { part_bytes: options.part_bytes, in_flight };
     let upload = storage.start_upload(&key, options).await?;
     let mut sent = SentFile { key, byte_len, crc32: 0, upload };
     let mut hasher = how.hashed.then(crc32fast::Hasher::new);

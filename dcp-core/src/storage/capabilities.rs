@@ -97,16 +97,24 @@ impl WriteLimits {
     }
 
     /// The length of each part, except the last, of an object of `byte_len` bytes: the preferred
-    /// one, or more when the object would have too many parts. `None` when the object is too long
-    /// for the storage.
+    /// one; up to 1/64 more, in blocks of 4 KiB, when that saves a short last part, which is a request
+    /// of its own; or more when the object would have too many parts. `None` when the object is too
+    /// long for the storage.
     #[must_use]
     pub fn part_bytes_for(&self, byte_len: u64) -> Option<u64> {
         let needed = byte_len.div_ceil(u64::from(self.parts_max).max(1));
-        let part_bytes = self.part_bytes.max(self.part_bytes_min).max(needed).max(1);
+        let preferred = self.part_bytes.max(self.part_bytes_min).max(1);
+        let longest = preferred.saturating_add(preferred / 64);
+        let even = byte_len.div_ceil((byte_len / preferred).max(1));
+        let even = even.checked_next_multiple_of(BLOCK_BYTES).filter(|even| *even <= longest);
+        let part_bytes = preferred.max(even.unwrap_or(0)).max(needed);
         (byte_len <= self.object_bytes_max && needed <= self.part_bytes_max)
             .then(|| part_bytes.min(self.part_bytes_max))
     }
 }
+
+/// Parts begin at multiples of this, as far as the storage's own lengths do.
+const BLOCK_BYTES: u64 = 4096;
 
 impl Default for WriteLimits {
     fn default() -> Self {
@@ -128,5 +136,21 @@ mod tests {
         assert_eq!(limits.part_bytes_for(16 << 20), Some(16 << 20));
         assert_eq!(limits.part_bytes_for(5 << 40), Some((5_u64 << 40).div_ceil(10_000)));
         assert_eq!(limits.part_bytes_for((5 << 40) + 1), None);
+    }
+
+    #[test]
+    fn a_short_rest_is_divided_among_the_parts() {
+        let part = 16 << 20;
+        let parts_of = |byte_len: u64| {
+            let part_bytes = WriteLimits::none().part_bytes_for(byte_len).unwrap();
+            assert!(part_bytes >= part && part_bytes <= part + part / 64, "{part_bytes}");
+            assert_eq!(part_bytes % 4096, 0);
+            byte_len.div_ceil(part_bytes)
+        };
+        assert_eq!(parts_of(64 * part), 64);
+        assert_eq!(parts_of(64 * part + 1), 64);
+        assert_eq!(parts_of(64 * part + 63 * (part / 64)), 64);
+        assert_eq!(parts_of(2 * part + part / 64), 2);
+        assert_eq!(parts_of(2 * part + part / 8), 3, "it is not short");
     }
 }

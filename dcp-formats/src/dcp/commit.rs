@@ -12,6 +12,7 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, FormatError, Key, Payload, Storage, StorageError,
     StorageErrorKind,
 };
+use futures_util::future::join;
 use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
@@ -90,10 +91,18 @@ async fn try_commit(
         kept.insert(sidecar.clone());
     }
     let replaced = async {
-        if let Some(content) = content_of_sidecar {
-            storage.put(&sidecar, Payload::from(content), PutMode::Overwrite).await?;
+        let noted = async {
+            let Some(content) = content_of_sidecar else { return Ok(()) };
+            storage.put(&sidecar, Payload::from(content), PutMode::Overwrite).await.map(drop)
+        };
+        if replaces_by_version(storage) {
+            // Both end, so that a sidecar which is not needed can be removed.
+            let (noted, unchanged) = join(noted, refuse_overtaken(storage, seen)).await;
+            unchanged.and(noted)?;
+        } else {
+            noted.await?;
+            refuse_overtaken(storage, seen).await?;
         }
-        refuse_overtaken(storage, seen).await?;
         put_metadata(storage, claim, &bytes).await
     };
     if let Err(error) = replaced.await {
@@ -203,6 +212,13 @@ pub async fn claim(storage: &dyn Storage) -> Result<Option<Arc<dyn Claim>>, Stor
         return Ok(None);
     }
     storage.claim(&Key::new(METADATA)?).await.map(Some)
+}
+
+/// Whether a claim replaces the version of `.metadata` that it noted. Then nothing needs to be read
+/// after it, or directly before the replacement: the storage notices every change in between.
+pub(super) fn replaces_by_version(storage: &dyn Storage) -> bool {
+    let capabilities = storage.capabilities();
+    capabilities.claims && capabilities.conditional_put
 }
 
 async fn put_metadata(

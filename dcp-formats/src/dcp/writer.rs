@@ -44,8 +44,9 @@ use crate::upload::{ByteProgress, FileOptions, upload_bytes};
 /// first. The commit creates files exclusively and, right before the replacement, checks that
 /// `.metadata` is unchanged. That detects savers that claim nothing, such as PyTorch, and serves
 /// storages without [claims](dcp_core::storage::Capabilities::claims), where two commits at the
-/// same moment
-/// can both pass the check.
+/// same moment can both pass the check. Where the storage replaces by
+/// [version](dcp_core::storage::Capabilities::conditional_put), it detects every change itself, and the
+/// check runs while the sidecar is written.
 pub struct DcpWriter {
     pub(super) storage: Arc<dyn Storage>,
     pub(super) options: Options,
@@ -182,7 +183,7 @@ impl DcpWriterBuilder {
 
     /// The bytes of parts in flight to the storage, over all files of a rank; two parts of each file
     /// are the minimum. By default as many parts as the storage handles concurrently, in 64 to 256
-    /// MiB: a save lends the memory of its tensors. Data that is made or copied, such as that of casts
+    /// MiB, and the next one: a save lends the memory of its tensors. Data that is made or copied, such as that of casts
     /// and devices, needs memory for its parts, so by default it has 48 MiB and one file at a time.
     pub fn upload_bytes(mut self, bytes: u64) -> Self {
         self.options.upload_bytes = Some(bytes);
@@ -224,13 +225,18 @@ impl StorageWriter for DcpWriter {
     }
 
     async fn begin(&self) -> Result<SaveSession, CheckpointError> {
-        // Before the first read, so that its results stay valid.
-        let claim = commit::claim(&*self.storage).await;
-        let (metadata, files) = join(
+        let claim = commit::claim(&*self.storage);
+        let look = join(
             commit::current(&*self.storage),
             self.storage.list_files(None).try_collect::<Vec<_>>(),
-        )
-        .await;
+        );
+        let (claim, (metadata, files)) = if commit::replaces_by_version(&*self.storage) {
+            // The commit compares `.metadata` with what is read here, which may be older.
+            join(claim, look).await
+        } else {
+            // Before the first read, so that its results stay valid.
+            (claim.await, look.await)
+        };
         let metadata = match (metadata, claim.is_ok()) {
             // Another saver may be replacing it right now; the claim shows that.
             (Err(_), false) => None,

@@ -2,10 +2,11 @@
 
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use dcp_conformance::{MemoryStorage, StallStorage};
+use dcp_conformance::{MemoryStorage, SlowStorage, StallStorage};
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{Capabilities, Claim, ObjectMeta, PutMode};
 use dcp_core::{
@@ -13,6 +14,7 @@ use dcp_core::{
     StorageWriter as _,
 };
 use dcp_formats::dcp::DcpWriter;
+use tokio::time::Instant;
 
 use crate::harness::{State, block_on, get, key, load, names, save, save_in_segments, write_all};
 
@@ -208,4 +210,42 @@ fn files_that_the_current_metadata_refers_to_are_never_removed() {
     let storage = Shared { inner: inner.clone(), rival: Mutex::default(), successor };
     save(&DcpWriter::new(Arc::new(storage)), &small(3)).unwrap();
     assert!(before.iter().all(|name| names(&*inner).contains(name)));
+}
+
+/// The answers that a save into an empty folder of an object store waits for, one after the other.
+#[test]
+fn a_save_waits_for_as_few_answers_as_its_order_needs() {
+    let second = Duration::from_secs(1);
+    let answers = |storage: MemoryStorage, part_bytes: u64| {
+        let mut capabilities = storage.capabilities();
+        capabilities.write_limits.part_bytes = part_bytes;
+        let storage = SlowStorage::new(Arc::new(storage.with_capabilities(capabilities)), second);
+        let writer = DcpWriter::new(Arc::new(storage));
+        // The clock stands still but for waits, whatever the machine does.
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = runtime.enable_time().start_paused(true).build().unwrap();
+        runtime.block_on(async {
+            let begun = Instant::now();
+            save_in_segments(&writer, &one_rank(), u64::MAX).await.unwrap();
+            begun.elapsed().as_secs()
+        })
+    };
+    let (small, large) = (1 << 20, 512);
+    let object_store = || MemoryStorage::new().conditional_claims();
+    // The look with the claim; the data; the sidecar with the comparison; `.metadata`.
+    assert_eq!(answers(object_store(), small), 4);
+    // An upload begins, has parts and is completed.
+    assert_eq!(answers(object_store(), large), 6);
+    let locks = || {
+        let storage = MemoryStorage::new();
+        let mut capabilities = storage.capabilities();
+        capabilities.conditional_put = false;
+        storage.with_capabilities(capabilities)
+    };
+    // The claim comes before the look, and the comparison directly before `.metadata`.
+    assert_eq!(answers(locks(), small), 6);
+}
+
+fn one_rank() -> State {
+    State::new(1).rows("w", DType::Float32, &[20, 30], 3).object("step", 7)
 }

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use dcp::core::registry::StorageOptions;
+use dcp::formats::dcp::DcpReader;
 use dcp::{Checkpointer, DType, Opener, Region, StateDict, StorageRegistry, Tensor};
 use dcp_conformance::http::{GcsDouble, HttpTraffic, S3Double};
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -206,6 +207,13 @@ async fn count(fixtures: &str) -> Result<Value> {
     let olmo_load = traffic(double.traffic(), report.read.bytes_needed);
 
     double.clear();
+    let unchecked = checkpointer
+        .clone()
+        .reader(|storage| DcpReader::builder(storage).check_files(false).build());
+    let report = unchecked.load(&mut state, olmo).await?;
+    let olmo_unchecked = traffic(double.traffic(), report.read.bytes_needed);
+
+    double.clear();
     opener.open(olmo).await?.inspect().run().await?;
     let inspect = traffic(double.traffic(), 0);
 
@@ -219,10 +227,33 @@ async fn count(fixtures: &str) -> Result<Value> {
 
     Ok(json!({
         "olmo_load": olmo_load,
+        "olmo_unchecked": olmo_unchecked,
+        "answers": answers().await?,
         "olmo_inspect": inspect,
         "list": list,
         "reshard": reshard(&double, &checkpointer).await?,
     }))
+}
+
+/// The answers that a save of a few parts waits for, one after the other.
+async fn answers() -> Result<Value> {
+    // Long enough that everything else is a fraction of it.
+    const DELAY: Duration = Duration::from_secs(1);
+    let double = S3Double::start(&["bench"], DELAY)?;
+    let endpoint = format!("aws_endpoint={}", double.endpoint());
+    let keys = ["aws_access_key_id=test", "aws_secret_access_key=test", "aws_region=us-east-1"];
+    let options = [&endpoint, "aws_allow_http=true", keys[0], keys[1], keys[2]];
+    let (state, checkpointer) = (model(2)?, checkpointer(&options)?);
+    let mut waits = Vec::new();
+    for _ in 0..2 {
+        let start = Instant::now();
+        checkpointer.save(&state, "s3://bench/ours").await?;
+        waits.push(start.elapsed().as_secs());
+    }
+    let (store, memory) = (store("bench", &options)?, Bytes::from(vec![7; 2 * TENSOR_BYTES]));
+    let start = Instant::now();
+    raw_save(&*store, &memory).await?;
+    Ok(json!({ "first": waits[0], "overwrite": waits[1], "alone": start.elapsed().as_secs() }))
 }
 
 /// Eight ranks saved, six load: the bytes that cross the network, and those that are needed.

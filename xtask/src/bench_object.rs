@@ -140,6 +140,7 @@ impl Bench {
                 "load the 14 tensors of the model of a 2-rank OLMo-core checkpoint",
                 "30 requests by OLMo-core",
             ),
+            ("olmo_unchecked", "the same with `check_files(false)`", "30 requests by OLMo-core"),
             ("olmo_inspect", "`dcp inspect` of it", "—"),
             ("list", "`dcp ls` of a run of 100 steps", "—"),
             ("reshard", "8 ranks saved, 6 load", "bytes needed"),
@@ -148,7 +149,7 @@ impl Bench {
             let (requests, bytes, needed) =
                 (number("requests"), number("bytes"), number("bytes_needed"));
             let ratio = match name {
-                "olmo_load" => format!("{:.2}", requests as f64 / 30.0),
+                "olmo_load" | "olmo_unchecked" => format!("{:.2}", requests as f64 / 30.0),
                 "reshard" => format!("{:.3}", bytes as f64 / needed as f64),
                 _ => "—".into(),
             };
@@ -161,6 +162,15 @@ impl Bench {
                 ours: format!("{requests} requests, {bytes} bytes"),
                 beside,
                 ratio,
+            });
+        }
+        let waits = |name: &str| counted["answers"][name].as_u64().unwrap_or_default();
+        for (name, what) in [("first", "first save"), ("overwrite", "overwrite")] {
+            self.rows.push(Row {
+                what: format!("{what} of 64 MiB: answers waited for, one after the other"),
+                ours: waits(name).to_string(),
+                beside: format!("{} by `object_store` alone", waits("alone")),
+                ratio: "—".into(),
             });
         }
         Ok(counted)

@@ -32,7 +32,7 @@ pub(super) struct Index {
     pub(super) foreign_names: Arc<[ForeignName]>,
     /// CRC-32 of the `.metadata`; `None` for a merged one.
     pub(super) crc32: Option<u32>,
-    /// Whether a listing showed the sidecar.
+    /// Whether there may be a sidecar: a listing showed it, or there was no listing.
     pub(super) has_sidecar: bool,
     pub(super) warnings: Arc<[String]>,
     /// The warnings about ranks that saved without collectives.
@@ -41,16 +41,19 @@ pub(super) struct Index {
     pub(super) differing: Arc<[Differing]>,
 }
 
-/// Reads the index. A tolerant reader accepts one that contradicts itself or the files.
+/// Reads the index. A tolerant reader accepts one that contradicts itself or the files. Without
+/// `check_files`, a folder with a `.metadata` is not listed.
 pub(super) async fn load(
     storage: &Arc<dyn Storage>,
     tolerant: bool,
+    check_files: bool,
     rank: Option<u32>,
 ) -> Result<Index, CheckpointError> {
     let mut warnings = Vec::new();
     let (mut differing, mut rank_warnings, mut stale) = (Vec::new(), Vec::new(), None);
     let (mut original_shapes, mut foreign_names) = (HashMap::new(), Vec::new());
-    let (bytes, early) = join(read_if_there(&**storage, METADATA), list_early(&**storage)).await;
+    let list_early = async { if check_files { list_early(&**storage).await } else { None } };
+    let (bytes, early) = join(read_if_there(&**storage, METADATA), list_early).await;
     let (mut metadata, crc32) = match bytes? {
         Some(bytes) => {
             let decoded = decode(METADATA, &bytes)?;
@@ -66,12 +69,14 @@ pub(super) async fn load(
     };
     let early = early.and_then(|early| ListedFiles::early(&**storage, early, &metadata));
     let listed = match early {
-        Some(listed) => listed,
-        None => ListedFiles::read(&**storage, &metadata).await?,
+        Some(listed) => Some(listed),
+        None if !check_files && crc32.is_some() => None,
+        None => Some(ListedFiles::read(&**storage, &metadata).await?),
     };
     let sidecar = crc32.and_then(|crc32| sidecar_name(crc32).ok());
-    let has_sidecar = sidecar.is_some_and(|key| listed.sidecars.contains(&key));
-    if crc32.is_some() {
+    let may_be_there = |key| listed.as_ref().is_none_or(|listed| listed.sidecars.contains(&key));
+    let has_sidecar = sidecar.is_some_and(may_be_there);
+    if let (Some(listed), true) = (&listed, crc32.is_some()) {
         listed.warn_of_others(&mut warnings);
     }
     warnings.extend(rank_warnings.iter().cloned());
@@ -80,9 +85,17 @@ pub(super) async fn load(
         Some(stale) => FormatError::new(error.what(), format!("{}; {stale}", error.problem())),
         None => error,
     })?;
-    let file_lens = listed.byte_lens(&**storage, &metadata).await?;
-    safetensors_files::locate(&**storage, &mut metadata, &file_lens).await?;
-    match check_placements(&metadata, &file_lens) {
+    let listed = match listed {
+        // Their images end where the file ends.
+        None if safetensors_files::has_images(&metadata) => Some(ListedFiles::default()),
+        listed => listed,
+    };
+    let mut file_lens = None;
+    if let Some(listed) = listed {
+        let known = file_lens.insert(listed.byte_lens(&**storage, &metadata).await?);
+        safetensors_files::locate(&**storage, &mut metadata, known).await?;
+    }
+    match check_placements(&metadata, file_lens.as_deref()) {
         Err(damage) if tolerant => warnings.push(damage.to_string()),
         checked => checked?,
     }
@@ -287,16 +300,17 @@ fn placements(metadata: &CheckpointMetadata) -> impl Iterator<Item = (&Arc<str>,
     })
 }
 
-/// Fails unless every placement is within an existing file.
+/// Fails unless every placement is within an existing file, as far as the lengths are known.
 fn check_placements(
     metadata: &CheckpointMetadata,
-    file_lens: &[Option<u64>],
+    file_lens: Option<&[Option<u64>]>,
 ) -> Result<(), FormatError> {
     for (fqn, placement) in placements(metadata) {
         let Some(file) = metadata.file(placement.file) else {
             let problem = format!("{fqn:?} is in a file that has no name");
             return Err(FormatError::new("metadata", problem).in_file(METADATA, 0));
         };
+        let Some(file_lens) = file_lens else { continue };
         let Placement { byte_offset, byte_len, .. } = placement;
         let problem = match file_lens.get(placement.file.index()).copied().flatten() {
             None => "the file is missing".to_owned(),

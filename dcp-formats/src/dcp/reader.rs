@@ -42,6 +42,7 @@ pub struct DcpReader {
     verify_parts: bool,
     compare_saved: bool,
     tolerant: bool,
+    check_files: bool,
     scratch_bytes: u64,
     progress: Option<ByteProgress>,
     rank: Option<u32>,
@@ -71,6 +72,7 @@ impl DcpReader {
             verify_parts: true,
             compare_saved: false,
             tolerant: false,
+            check_files: true,
             scratch_bytes: SCRATCH_BYTES,
             progress: None,
             rank: None,
@@ -183,7 +185,7 @@ impl DcpReader {
         if let Some(index) = &*index {
             return Ok(index.clone());
         }
-        let loaded = load(&self.storage, self.tolerant, self.rank).await?;
+        let loaded = load(&self.storage, self.tolerant, self.check_files, self.rank).await?;
         Ok(index.insert(loaded).clone())
     }
 }
@@ -216,6 +218,16 @@ impl DcpReaderBuilder {
     /// when it reads such a part. The default is false.
     pub fn tolerant(mut self, tolerant: bool) -> Self {
         self.reader.tolerant = tolerant;
+        self
+    }
+
+    /// Whether the folder is listed with the index, so that a missing or short file fails before any
+    /// data is read; the default is true. Without the listing, a rank requests `.metadata` and what it
+    /// needs of the files, each of which fails when it is read. That saves each rank a request, and at
+    /// a web server, which lists nothing, one for every file of the checkpoint. Tensors in images of
+    /// safetensors need the lengths of the files all the same.
+    pub fn check_files(mut self, check: bool) -> Self {
+        self.reader.check_files = check;
         self
     }
 

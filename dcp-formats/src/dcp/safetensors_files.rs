@@ -64,6 +64,11 @@ pub(super) async fn locate(
     Ok(())
 }
 
+/// Whether a file is such an image, by its placements.
+pub(super) fn has_images(metadata: &CheckpointMetadata) -> bool {
+    !suspects(metadata).is_empty()
+}
+
 /// The chunks whose placement has room for their elements, but not for an archive.
 fn suspects(metadata: &CheckpointMetadata) -> BTreeMap<FileId, Vec<Suspect>> {
     let mut found: BTreeMap<_, Vec<_>> = BTreeMap::new();

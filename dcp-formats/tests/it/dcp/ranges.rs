@@ -2,15 +2,18 @@
 
 use std::sync::Arc;
 
-use dcp_conformance::{CountingStorage, MemoryStorage};
+use dcp_conformance::{CountingStorage, MemoryStorage, WebStorage};
 use dcp_core::checkpoint::ReadReport;
+use dcp_core::error::error_chain;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::storage::Capabilities;
 use dcp_core::{DType, HostMemory, Region, Shard, Storage, StorageReader as _, Tensor, TensorView};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use proptest::prelude::*;
 
-use crate::harness::{Leaf, Sink, State, block_on, cut, fixture, save};
+use crate::harness::{
+    Leaf, Sink, State, block_on, cut, delete, fixture, get, load, load_with, put, save,
+};
 
 /// Fills `region` of entry 0 from all chunks that hold some of it; returns its bytes.
 pub(super) fn load_region(
@@ -83,6 +86,40 @@ fn a_checkpoint_of_many_files_opens_with_two_requests() {
     assert_eq!(metadata.files().len(), 12);
     let counts = counting.counts();
     assert_eq!((counts.whole_reads, counts.folder_lists, counts.operations()), (1, 1, 2));
+}
+
+/// Each request has to find what is wrong with its file then, and images still need lengths.
+#[test]
+fn a_checkpoint_whose_files_are_not_checked_opens_with_one_request() {
+    let storage = Arc::new(MemoryStorage::new());
+    let state = State::new(3).rows("w", DType::Float32, &[48, 4], 5);
+    save(&DcpWriter::new(storage.clone()), &state).unwrap();
+    let unchecked = |storage| DcpReader::builder(storage).check_files(false).build();
+    let web: Arc<dyn Storage> = Arc::new(WebStorage::new(storage.clone()));
+    for inner in [Arc::clone(&storage) as Arc<dyn Storage>, web] {
+        let counting = CountingStorage::new(inner);
+        let reader = unchecked(Arc::new(counting.clone()));
+        block_on(reader.metadata()).unwrap();
+        let counts = counting.counts();
+        assert_eq!((counts.whole_reads, counts.operations()), (1, 1));
+        assert!(load_with(&reader).unwrap().same(&state.loaded()));
+        let counts = counting.counts();
+        assert_eq!(counts.reads, 3, "one for each file");
+        assert_eq!(counts.operations(), 4);
+    }
+
+    let short = get(&*storage, "__1_0.distcp");
+    put(&*storage, "__1_0.distcp", short[..short.len() - 900].to_vec());
+    let error = load_with(&unchecked(storage.clone())).unwrap_err();
+    assert!(error_chain(&error).contains("__1_0.distcp"), "{}", error_chain(&error));
+    delete(&*storage, "__1_0.distcp");
+    let error = load_with(&unchecked(storage.clone())).unwrap_err();
+    assert!(error_chain(&error).contains("__1_0.distcp"), "{}", error_chain(&error));
+
+    for name in ["safetensors_fmt_with_objects", "no_collectives_2r"] {
+        let found = load_with(&unchecked(fixture(name))).unwrap();
+        assert!(found.same(&load(fixture(name)).unwrap()), "{name}");
+    }
 }
 
 #[test]

@@ -183,3 +183,27 @@ fn failures_name_the_device_and_what_to_do() {
     control.fail_copies(false);
     assert_eq!(read(&memory, &[0..300 << 10]), noise(300 * KIB));
 }
+
+#[test]
+fn memory_that_a_failed_copy_may_still_use_is_not_used_again() {
+    let (staging, control) = small();
+    let memory = staging.memory(FakeMemory::new(noise(300 * KIB)));
+    control.fail_copies(true);
+    control.leak_failures(true);
+    let text =
+        |ranges: &[std::ops::Range<u64>]| error_chain(&*block_on(memory.read(ranges)).unwrap_err());
+    // Through both chunks at once.
+    assert!(text(&[0..300 << 10]).ends_with("the device fell off the bus"));
+    // Both copies have ended when the chunks are free again.
+    let lost =
+        "all pinned memory for fake:3 was lost with copies that failed; open the device again";
+    assert_eq!(text(&[0..300 << 10]), lost);
+    // A copy through the area loses its part alone.
+    assert!(text(&[0..8]).ends_with("the device fell off the bus"));
+    control.fail_copies(false);
+    assert_eq!(read(&memory, &[0..8]), noise(8));
+    assert_eq!(text(&[0..300 << 10]), lost);
+    staging.release();
+    assert_eq!(control.pinned_peak(), 258 * KIB);
+    assert_eq!(control.pinned_now(), 258 * KIB);
+}

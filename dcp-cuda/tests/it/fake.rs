@@ -36,6 +36,8 @@ pub(crate) struct Control {
     addresses: Mutex<Vec<(usize, usize)>>,
     pinning_fails: AtomicBool,
     copies_fail: AtomicBool,
+    /// A copy that fails may still be under way: its memory is never returned.
+    failures_leak: AtomicBool,
     /// Copies are made while this is not set.
     held: Mutex<bool>,
     changed: Condvar,
@@ -62,6 +64,10 @@ impl Control {
 
     pub(crate) fn fail_copies(&self, fails: bool) {
         self.copies_fail.store(fails, Ordering::SeqCst);
+    }
+
+    pub(crate) fn leak_failures(&self, leak: bool) {
+        self.failures_leak.store(leak, Ordering::SeqCst);
     }
 
     /// Makes no copies, or goes on.
@@ -190,6 +196,9 @@ fn copy_in_any_order(jobs: &Receiver<Work>, control: &Control) {
 
 fn copy(memory: Arc<FakeMemory>, ranges: &[Range<u64>], host: Host, control: &Control) -> Outcome {
     if control.copies_fail.load(Ordering::SeqCst) {
+        if control.failures_leak.load(Ordering::SeqCst) {
+            std::mem::forget(host);
+        }
         return Err("the device fell off the bus".to_owned());
     }
     let mut memory = memory.0.lock().unwrap();

@@ -20,7 +20,7 @@ use super::index::{Index, load};
 use super::names::sidecar;
 use super::sidecar::Sidecar;
 use crate::pickle::ForeignName;
-use crate::placed_reads::{Context, KnownArchives, SCRATCH_BYTES, SavedCrcs, run};
+use crate::placed_reads::{Context, KnownArchives, SCRATCH_BYTES, SavedCrcs, SavedSource, run};
 use crate::upload::ByteProgress;
 
 /// Reads PyTorch DCP checkpoints: those of `FileSystemWriter` since PyTorch 2.1 in all variants
@@ -47,7 +47,7 @@ pub struct DcpReader {
     progress: Option<ByteProgress>,
     rank: Option<u32>,
     index: Mutex<Option<Index>>,
-    saved: Mutex<Option<Arc<SavedCrcs>>>,
+    saved: Arc<Mutex<Option<Arc<SavedCrcs>>>>,
     archives: Arc<KnownArchives>,
 }
 
@@ -77,7 +77,7 @@ impl DcpReader {
             progress: None,
             rank: None,
             index: Mutex::new(None),
-            saved: Mutex::new(None),
+            saved: Arc::default(),
             archives: Arc::default(),
         };
         DcpReaderBuilder { reader }
@@ -104,14 +104,9 @@ impl DcpReader {
     ///
     /// As [`StorageReader::metadata`], and when the sidecar is damaged.
     pub async fn sidecar(&self) -> Result<Option<Sidecar>, CheckpointError> {
-        let Some(crc32) = self.index().await?.crc32 else { return Ok(None) };
-        let key = sidecar(crc32).map_err(StorageError::from)?;
-        match self.storage.read_all(&key).await {
-            Ok(bytes) => Sidecar::decode(&bytes, crc32)
-                .map(Some)
-                .map_err(|error| error.in_file(key.as_str(), 0).into()),
-            Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error.into()),
+        match self.index().await?.crc32 {
+            Some(crc32) => read_sidecar(&*self.storage, crc32).await,
+            None => Ok(None),
         }
     }
 
@@ -159,13 +154,47 @@ impl DcpReader {
 
     /// The CRC-32s in the sidecar, by file; none where no listing shows a sidecar, or it is damaged.
     pub(super) async fn saved_checksums(&self) -> Result<Arc<SavedCrcs>, CheckpointError> {
-        let mut saved = self.saved.lock().await;
-        if let Some(saved) = &*saved {
+        self.saved_source().await?.saved().await
+    }
+
+    async fn saved_source(&self) -> Result<SavedInSidecar, CheckpointError> {
+        let index = self.index().await?;
+        let is_compared = self.verify_checksums && index.has_sidecar;
+        Ok(SavedInSidecar {
+            storage: Arc::clone(&self.storage),
+            metadata: index.crc32.filter(|_| is_compared),
+            read: Arc::clone(&self.saved),
+        })
+    }
+
+    async fn index(&self) -> Result<Index, CheckpointError> {
+        let mut index = self.index.lock().await;
+        if let Some(index) = &*index {
+            return Ok(index.clone());
+        }
+        let loaded = load(&self.storage, self.tolerant, self.check_files, self.rank).await?;
+        Ok(index.insert(loaded).clone())
+    }
+}
+
+/// The CRC-32s in the sidecar of a `.metadata`, which all reads of a reader share.
+struct SavedInSidecar {
+    storage: Arc<dyn Storage>,
+    /// The CRC-32 of the `.metadata`; `None` for no sidecar.
+    metadata: Option<u32>,
+    read: Arc<Mutex<Option<Arc<SavedCrcs>>>>,
+}
+
+#[async_trait]
+impl SavedSource for SavedInSidecar {
+    async fn saved(&self) -> Result<Arc<SavedCrcs>, CheckpointError> {
+        let mut read = self.read.lock().await;
+        if let Some(saved) = &*read {
             return Ok(Arc::clone(saved));
         }
-        let sidecar = match self.verify_checksums && self.index().await?.has_sidecar {
-            true => self.sidecar().await,
-            false => Ok(None),
+        let sidecar = match self.metadata {
+            Some(crc32) => read_sidecar(&*self.storage, crc32).await,
+            None => Ok(None),
         };
         let sidecar = match sidecar {
             Err(CheckpointError::Format(error)) => {
@@ -177,16 +206,21 @@ impl DcpReader {
         let files = sidecar.into_iter().flat_map(|sidecar| sidecar.files);
         let files = files.filter(|file| !file.chunks.is_empty());
         let by_key = files.filter_map(|file| Some((Key::new(file.name).ok()?, file.chunks)));
-        Ok(Arc::clone(saved.insert(Arc::new(by_key.collect()))))
+        Ok(Arc::clone(read.insert(Arc::new(by_key.collect()))))
     }
+}
 
-    async fn index(&self) -> Result<Index, CheckpointError> {
-        let mut index = self.index.lock().await;
-        if let Some(index) = &*index {
-            return Ok(index.clone());
-        }
-        let loaded = load(&self.storage, self.tolerant, self.check_files, self.rank).await?;
-        Ok(index.insert(loaded).clone())
+async fn read_sidecar(
+    storage: &dyn Storage,
+    metadata: u32,
+) -> Result<Option<Sidecar>, CheckpointError> {
+    let key = sidecar(metadata).map_err(StorageError::from)?;
+    match storage.read_all(&key).await {
+        Ok(bytes) => Sidecar::decode(&bytes, metadata)
+            .map(Some)
+            .map_err(|error| error.in_file(key.as_str(), 0).into()),
+        Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -279,7 +313,7 @@ impl StorageReader for DcpReader {
             self.progress.clone(),
         );
         if self.compare_saved {
-            context.saved = self.saved_checksums().await?;
+            context.saved = Some(Arc::new(self.saved_source().await?));
         }
         context.archives = Some(Arc::clone(&self.archives));
         context.verify_parts = self.verify_parts;

@@ -11,10 +11,11 @@ use dcp_core::metadata::Layout;
 use dcp_core::storage::ReadInto;
 use dcp_core::text::Quoted;
 use dcp_core::{Buffer, CheckpointError, FormatError, Key, PlanError, TensorView};
+use futures_util::future::join;
 
-use super::Context;
 use super::blobs::{Blob, Content, Target};
 use super::pieces::{Fetch, Fetches, Piece, Span, scatter};
+use super::{Context, compare_saved};
 use crate::crc_parts::CrcParts;
 use crate::torch_tensor::TensorBlob;
 use crate::torch_zip::{PartialBlob, Record};
@@ -85,7 +86,8 @@ pub(super) async fn prepare(
     let (elements, record) = if blob.encoding.layout == Layout::Raw {
         (0..blob.placement.byte_len, ctx.record(&blob.placement))
     } else {
-        let (tensor, parts) = located(ctx, &blob, wanted).await?;
+        let (located, saved) = join(located(ctx, &blob, wanted), ctx.saved()).await;
+        let ((tensor, parts), saved) = (located?, saved?);
         earlier = parts;
         blob.check_layout(tensor.layout()).map_err(|error| blob.locate(error))?;
         match tensor.element_range() {
@@ -94,7 +96,7 @@ pub(super) async fn prepare(
                 let record = Some(tensor.storage().clone()).filter(|record| record.data == range);
                 let mut record = record;
                 if let Some(record) = &mut record {
-                    ctx.compare_saved(&blob, record).map_err(|error| blob.locate(error))?;
+                    compare_saved(&saved, &blob, record).map_err(|error| blob.locate(error))?;
                 }
                 (range, record)
             }

@@ -12,6 +12,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::metadata::Placement;
@@ -41,6 +42,13 @@ const SCRATCH_PER_REQUEST: Range<u64> = SMALL_BLOB..4 << 20;
 
 /// The CRC-32s that a save noted, by file.
 pub(crate) type SavedCrcs = HashMap<Key, ChunkCrcs>;
+
+/// Reads the CRC-32s that a save noted, once, when the first chunk is located.
+#[async_trait]
+pub(crate) trait SavedSource: Send + Sync {
+    /// The CRC-32s; none where there are none.
+    async fn saved(&self) -> Result<Arc<SavedCrcs>, CheckpointError>;
+}
 
 /// CRC-32s of a file's byte ranges, by offset and length.
 type Checksums = Arc<HashMap<(u64, u64), u32>>;
@@ -85,8 +93,8 @@ pub(crate) struct Context {
     pub(super) scratch_per_request: u64,
     progress: Option<ByteProgress>,
     checksums: Checksums,
-    /// The CRC-32s that the save noted.
-    pub(crate) saved: Arc<SavedCrcs>,
+    /// The CRC-32s that the save noted, if they are compared.
+    pub(crate) saved: Option<Arc<dyn SavedSource>>,
     /// Archives that earlier reads located, if the reader caches them.
     pub(crate) archives: Option<Arc<KnownArchives>>,
     /// Whether checksums of chunks that are read in parts are compared.
@@ -117,7 +125,7 @@ impl Context {
             scratch_per_request: (scratch / parallelism as u64).clamp(start, end),
             progress,
             checksums: Arc::default(),
-            saved: Arc::default(),
+            saved: None,
             archives: None,
             verify_parts: false,
             parallelism,
@@ -134,25 +142,11 @@ impl Context {
         Some(Record { data: 0..byte_len, byte_len, crc32, method: Method::Stored })
     }
 
-    /// Compares the checksum in an archive with that of the save: an archive of another save is sound
-    /// in itself. An archive without one gets that of the save.
-    fn compare_saved(&self, blob: &Blob, record: &mut Record) -> Result<(), FormatError> {
-        let saved = self.saved.get(&blob.key).filter(|_| self.verify);
-        let Some(saved) = saved.and_then(|file| file.at(blob.placement.byte_offset)) else {
-            return Ok(());
-        };
-        match record.crc32 {
-            Some(stored) if stored != saved => {
-                let problem = format!(
-                    "its CRC-32 is {stored:08x}, the save noted {saved:08x}: these are not the bytes \
-                     of this save"
-                );
-                Err(FormatError::new("archive record", problem).at(record.data.start))
-            }
-            _ => {
-                record.crc32 = Some(saved);
-                Ok(())
-            }
+    /// The CRC-32s that the save noted; none if they are not compared.
+    pub(super) async fn saved(&self) -> Result<Arc<SavedCrcs>, CheckpointError> {
+        match &self.saved {
+            Some(source) if self.verify => source.saved().await,
+            _ => Ok(Arc::default()),
         }
     }
 
@@ -185,6 +179,26 @@ impl Context {
 
     fn to_decode(&self) -> std::sync::MutexGuard<'_, Vec<Blob>> {
         self.to_decode.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Compares the checksum in an archive with that of the save: an archive of another save is sound in
+/// itself. An archive without one gets that of the save.
+fn compare_saved(saved: &SavedCrcs, blob: &Blob, record: &mut Record) -> Result<(), FormatError> {
+    let saved = saved.get(&blob.key).and_then(|file| file.at(blob.placement.byte_offset));
+    match (record.crc32, saved) {
+        (_, None) => Ok(()),
+        (Some(stored), Some(saved)) if stored != saved => {
+            let problem = format!(
+                "its CRC-32 is {stored:08x}, the save noted {saved:08x}: these are not the bytes of \
+                 this save"
+            );
+            Err(FormatError::new("archive record", problem).at(record.data.start))
+        }
+        (_, Some(saved)) => {
+            record.crc32 = Some(saved);
+            Ok(())
+        }
     }
 }
 

@@ -5,11 +5,12 @@ use std::borrow::Cow;
 use bytes::Bytes;
 use dcp_core::metadata::Layout;
 use dcp_core::{CheckpointError, FormatError};
+use futures_util::future::join;
 
-use super::Context;
 use super::blobs::{Blob, Content};
 use super::pieces::{Pieces, ScatterError, fill, scatter};
 use super::transform::undo;
+use super::{Context, SavedCrcs, compare_saved};
 use crate::torch_object::decode_object;
 use crate::torch_tensor::{ByteOrder, TensorBlob, TensorLayout};
 use crate::torch_zip::{Method, Sparse};
@@ -29,21 +30,27 @@ pub(super) async fn read_span(ctx: &Context, blobs: Vec<Blob>) -> Result<(), Che
     let Some(first) = blobs.first() else { return Ok(()) };
     let start = first.placement.byte_offset;
     let end = blobs.iter().map(Blob::end).max().unwrap_or(start);
-    let bytes = ctx.read_range(&first.key, start..end).await;
+    let (bytes, saved) = join(ctx.read_range(&first.key, start..end), ctx.saved()).await;
     let bytes = bytes.map_err(|error| first.storage_error(error))?;
+    let saved = saved?;
     for blob in blobs {
         let from = usize::try_from(blob.placement.byte_offset - start).unwrap_or(usize::MAX);
         let to = usize::try_from(blob.end() - start).unwrap_or(usize::MAX);
         if from > to || to > bytes.len() {
             return Err(blob.locate(FormatError::new("checkpoint", "its bytes are missing")));
         }
-        deliver(ctx, &blob, bytes.slice(from..to))?;
+        deliver(ctx, &saved, &blob, bytes.slice(from..to))?;
     }
     Ok(())
 }
 
 /// Decodes a blob and passes it to the sink.
-fn deliver(ctx: &Context, blob: &Blob, stored: Bytes) -> Result<(), CheckpointError> {
+fn deliver(
+    ctx: &Context,
+    saved: &SavedCrcs,
+    blob: &Blob,
+    stored: Bytes,
+) -> Result<(), CheckpointError> {
     let transforms = &blob.encoding.transforms;
     match &blob.content {
         Content::Object { items } => {
@@ -62,7 +69,7 @@ fn deliver(ctx: &Context, blob: &Blob, stored: Bytes) -> Result<(), CheckpointEr
             let limit = tensor_limit(ctx, blob).map_err(|error| blob.locate(error))?;
             let bytes = undo(&stored, transforms, limit).map_err(|error| blob.locate(error))?;
             let elements =
-                elements(ctx, blob, &bytes, limit).map_err(|error| blob.locate(error))?;
+                elements(ctx, saved, blob, &bytes, limit).map_err(|error| blob.locate(error))?;
             for target in targets {
                 let view = ctx.sink.destination(&target.item)?;
                 target.check_view(&view, &blob.fqn)?;
@@ -119,6 +126,7 @@ enum Elements<'a> {
 
 fn elements<'a>(
     ctx: &Context,
+    saved: &SavedCrcs,
     blob: &Blob,
     bytes: &'a [u8],
     limit: u64,
@@ -133,7 +141,7 @@ fn elements<'a>(
     blob.check_layout(tensor.layout())?;
     let mut record = tensor.storage().clone();
     if tensor.element_range().is_some_and(|range| range == record.data) {
-        ctx.compare_saved(blob, &mut record)?;
+        compare_saved(saved, blob, &mut record)?;
     }
     if !ctx.verify {
         record.crc32 = None;

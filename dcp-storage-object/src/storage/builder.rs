@@ -85,7 +85,7 @@ impl ObjectStorageBuilder {
         self
     }
 
-    /// The number of requests of one call that are in flight. By default 16.
+    /// The number of requests of one call that are in flight. By default 32, and 16 at a web server.
     pub fn parallelism(mut self, requests: u16) -> Self {
         self.parallelism = Some(requests.max(1));
         self

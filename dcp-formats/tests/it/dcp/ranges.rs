@@ -1,8 +1,9 @@
 //! Only the bytes that are needed are read, and put where they belong.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use dcp_conformance::{CountingStorage, MemoryStorage, WebStorage};
+use dcp_conformance::{CountingStorage, MemoryStorage, SlowStorage, WebStorage};
 use dcp_core::checkpoint::ReadReport;
 use dcp_core::error::error_chain;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
@@ -10,9 +11,10 @@ use dcp_core::storage::Capabilities;
 use dcp_core::{DType, HostMemory, Region, Shard, Storage, StorageReader as _, Tensor, TensorView};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use proptest::prelude::*;
+use tokio::time::Instant;
 
 use crate::harness::{
-    Leaf, Sink, State, block_on, cut, delete, fixture, get, load, load_with, put, save,
+    Leaf, Sink, State, block_on, cut, delete, fixture, get, load, load_with, put, save, whole_plan,
 };
 
 /// Fills `region` of entry 0 from all chunks that hold some of it; returns its bytes.
@@ -120,6 +122,30 @@ fn a_checkpoint_whose_files_are_not_checked_opens_with_one_request() {
         let found = load_with(&unchecked(fixture(name))).unwrap();
         assert!(found.same(&load(fixture(name)).unwrap()), "{name}");
     }
+}
+
+/// The index with the listing; the sidecar with the ends of the archive; the elements.
+#[test]
+fn a_load_waits_for_three_answers() {
+    let (storage, bytes) = one_tensor(1, DType::UInt8, &[1024, 1024]);
+    let counting = CountingStorage::new(storage);
+    let second = Duration::from_secs(1);
+    let slow = SlowStorage::new(Arc::new(counting.clone()), second);
+    let reader = DcpReader::builder(Arc::new(slow)).compare_saved(true).build();
+    // The clock stands still but for waits, whatever the machine does.
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    let runtime = runtime.enable_time().start_paused(true).build().unwrap();
+    let waited = runtime.block_on(async {
+        let begun = Instant::now();
+        let metadata = reader.metadata().await.unwrap();
+        let (plan, sink) = whole_plan(&metadata);
+        reader.read(&metadata, &plan, Arc::clone(&sink) as _).await.unwrap();
+        let found = sink.tensors[0].clone().unwrap();
+        assert!(found.shards()[0].view().unwrap().payload().unwrap().to_bytes() == bytes);
+        begun.elapsed()
+    });
+    assert_eq!(waited, 3 * second);
+    assert_eq!(counting.counts().whole_reads, 2, "the index and the sidecar");
 }
 
 #[test]

@@ -118,8 +118,11 @@ impl Source {
     /// readable; otherwise its index must agree with its files.
     #[must_use]
     pub fn dcp(storage: Arc<dyn Storage>, tolerant: bool) -> Self {
-        let reader =
-            DcpReader::builder(Arc::clone(&storage)).tolerant(tolerant).verify_parts(false).build();
+        let reader = DcpReader::builder(Arc::clone(&storage))
+            .tolerant(tolerant)
+            .verify_parts(false)
+            .compare_saved(true)
+            .build();
         Self::of(storage, Arc::new(reader))
     }
 
@@ -130,6 +133,7 @@ impl Source {
         let reader = DcpReader::builder(Arc::clone(&storage))
             .tolerant(tolerant)
             .verify_parts(false)
+            .compare_saved(true)
             .rank(rank);
         Self::of(storage, Arc::new(reader.build()))
     }

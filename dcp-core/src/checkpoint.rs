@@ -291,8 +291,8 @@ pub struct WriteReport {
     pub files: Vec<(Key, u64)>,
     /// SHA-256 hashes, if the writer computed any.
     pub sha256: BTreeMap<Key, [u8; 32]>,
-    /// CRC-32s of chunks, by the offset of their stored item in the file, if the writer computed any:
-    /// of the elements of tensors, before their encoding.
+    /// CRC-32s of chunks and objects, by the offset of their stored item in the file, if the writer
+    /// computed any: of the elements of tensors before their encoding, and of encoded objects.
     pub checksums: BTreeMap<Key, Vec<(u64, u32)>>,
     /// Where items are stored, for files in which that differs from the plan, such as compressed
     /// ones: by the planned offset, the range of bytes in the file. It has every item of such a file.
@@ -316,7 +316,7 @@ impl WriteReport {
         self
     }
 
-    /// Sets the CRC-32s of the chunks of files.
+    /// Sets the CRC-32s of the chunks and objects of files.
     #[must_use]
     pub fn with_checksums(mut self, checksums: BTreeMap<Key, Vec<(u64, u32)>>) -> Self {
         self.checksums = checksums;

@@ -8,7 +8,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 /// Bytes of an offset and a CRC-32.
 const ITEM: usize = 12;
 
-/// The CRC-32s of the elements of a file's chunks, by the offset of their stored item.
+/// The CRC-32s of the elements of a file's chunks, and of its encoded objects before compression, by
+/// the offset of their stored item.
 ///
 /// In CBOR they are a byte string: for each chunk 8 bytes of its offset and 4 of its CRC-32, in
 /// little-endian order, by increasing offsets.

@@ -34,7 +34,7 @@ pub enum DiskEvent {
     Rename { within: DiskId, from: String, to: String, node: DiskId },
     /// The file has one more name.
     Link { within: DiskId, name: String, node: DiskId },
-    /// The folder has no such name.
+    /// The folder has no such name, which was that of a file or of an empty folder.
     Unlink { within: DiskId, name: String },
     /// The first `begun` events are durable, as far as they concern this file or folder.
     Sync { node: DiskId, begun: usize },

@@ -85,9 +85,15 @@ pub(crate) fn remove_empty(root: &Root, path: &str, sync: bool) -> io::Result<()
             Err(error) => return Err(error),
         };
         match unlinkat(&parent, name, AtFlags::REMOVEDIR) {
-            Ok(()) if sync => self::sync(&parent)?,
+            Ok(()) => {
+                #[cfg(feature = "disk-log")]
+                crate::disk_log::unlinked(&parent, name);
+                if sync {
+                    self::sync(&parent)?;
+                }
+            }
             // `NOTDIR` is that of a link.
-            Ok(()) | Err(Errno::NOTEMPTY | Errno::EXIST | Errno::NOENT | Errno::NOTDIR) => {}
+            Err(Errno::NOTEMPTY | Errno::EXIST | Errno::NOENT | Errno::NOTDIR) => {}
             Err(error) => return Err(error.into()),
         }
     }

@@ -4,6 +4,7 @@
 //! - `stall DIR GIB`: the time for which the second of two asynchronous saves stops training;
 //!   `stall-immutable` the same with tensors in immutable memory.
 //! - `copy - GIB`: copies the same bytes to memory that was touched before, on all cores; the limit.
+//!   `copy-tensors` the same from tensors of 32 MiB, each by one call, to one memory.
 //! - `write FILE GIB`, `read FILE GIB`: the same bytes by plain system calls, the limit.
 //! - `slice DIR rows|columns`: the part of rank 37 of 64 of one tensor of 1 GiB.
 #![allow(clippy::print_stdout, reason = "a program that prints")]
@@ -12,6 +13,7 @@ use std::error::Error;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::num::NonZeroUsize;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dcp::core::HostMemory;
@@ -56,6 +58,7 @@ fn main() -> Result {
         ["stall", dir, gib] => (stall(dir, &model(tensors(gib)?)?)?, None),
         ["stall-immutable", dir, gib] => (stall(dir, &immutable(model(tensors(gib)?)?)?)?, None),
         ["copy", _, gib] => (copy(tensors(gib)?), None),
+        ["copy-tensors", _, gib] => (copy_tensors(tensors(gib)?)?, None),
         ["write", file, gib] => (write(file, tensors(gib)?)?, None),
         ["read", file, gib] => (read(file, tensors(gib)?)?, None),
         ["slice", dir, by] => {
@@ -133,6 +136,28 @@ fn copy(tensors: usize) -> Duration {
     // The copy is read, so that it is made.
     assert_eq!(target.last(), Some(&7));
     time
+}
+
+fn copy_tensors(tensors: usize) -> Result<Duration> {
+    let sources: Vec<_> = (0..tensors).map(|_| vec![7_u8; TENSOR_BYTES]).collect();
+    let mut target = vec![8_u8; tensors * TENSOR_BYTES];
+    let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let parts = Mutex::new(sources.iter().zip(target.chunks_mut(TENSOR_BYTES)));
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let part = parts.lock().unwrap_or_else(PoisonError::into_inner).next();
+                    let Some((source, target)) = part else { return };
+                    target.copy_from_slice(source);
+                }
+            });
+        }
+    });
+    let time = start.elapsed();
+    assert_eq!(target.last(), Some(&7));
+    Ok(time)
 }
 
 /// A small save and load: code and directory are then in memory, for PyTorch just the same.

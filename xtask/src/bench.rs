@@ -148,8 +148,9 @@ impl Bench {
             let _ = std::fs::remove_dir_all(&path);
             path
         };
-        let [limit, copied, shared, torch] = rounds([
+        let [limit, of_tensors, copied, shared, torch] = rounds([
             &|| self.rust("copy", Path::new("-"), &[&gib]),
+            &|| self.rust("copy-tensors", Path::new("-"), &[&gib]),
             &|| self.rust("stall", &fresh("ours"), &[&gib]),
             &|| self.rust("stall-immutable", &fresh("ours"), &[&gib]),
             &|| self.torch("stall", &fresh("torch"), &[&gib]),
@@ -162,7 +163,11 @@ impl Bench {
             what: what(", the second"),
             ours: shown(copied),
             torch: shown(torch),
-            limit: format!("{} (copy on all cores)", shown(limit)),
+            limit: format!(
+                "copy on all cores: {} of the tensors, {} in one piece for each core",
+                shown(of_tensors),
+                shown(limit)
+            ),
         });
         rows.push(Row {
             what: what(" in immutable memory"),

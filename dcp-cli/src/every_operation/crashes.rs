@@ -179,6 +179,24 @@ fn deletions_of_a_run() {
             let complete = complete.is_some_and(|one| one.is_complete());
             assert_eq!(complete, whole, "{when}: {name} in {listed:?}");
         }
+        let shown_as = |text: &str, number: u64| -> Option<String> {
+            let row = text.lines().find(|row| row.starts_with(&format!("step-{number} ")))?;
+            row.split_whitespace().nth(2).map(str::to_owned)
+        };
+        let ls = dcp(&["ls", &shown], None);
+        let text = ls.said.clone();
+        ls.ok(when);
+        for (number, whole) in [(10, older[0]), (20, older[1]), (30, true)] {
+            let state = shown_as(&text, number);
+            let is_right = match whole {
+                true => state.as_deref() == Some("complete"),
+                // A deleted one is in the list only with files left.
+                false => matches!(state.as_deref(), None | Some("incomplete")),
+            };
+            assert!(is_right, "{when}: step-{number} is {state:?} in\n{text}");
+        }
+        let all = older.iter().filter(|whole| **whole).count() + 1;
+        assert!(text.contains(&format!("{all} of them complete")), "{when}: {text}");
         dcp(&args, None).ok(when);
         let left = at(&run);
         assert!(left.keys().all(|name| name.starts_with("step-30")), "{when}: {left:?}");

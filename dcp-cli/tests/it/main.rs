@@ -36,6 +36,7 @@ mod rewrite_metadata;
 mod run_directory;
 mod secrets;
 mod shells;
+mod sidecar;
 mod stats;
 mod support;
 mod terminal;

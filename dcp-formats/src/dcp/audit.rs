@@ -99,7 +99,7 @@ impl CheckpointAudit for DcpReader {
             sidecar => sidecar?,
         };
         Ok(sidecar.map_or_else(Vec::new, |sidecar| {
-            let chunks: usize = sidecar.files.iter().map(|file| file.chunks.len()).sum();
+            let items: usize = sidecar.files.iter().map(|file| file.chunks.len()).sum();
             let mut facts =
                 vec![("Written by", sidecar.tool), ("World size", sidecar.world_size.to_string())];
             if !sidecar.mesh.is_empty() {
@@ -108,7 +108,7 @@ impl CheckpointAudit for DcpReader {
             }
             facts.extend(sidecar.step.map(|step| ("Step", step.to_string())));
             facts.extend(sidecar.parent_step.map(|step| ("Parent step", step.to_string())));
-            facts.push(("Sidecar", format!("checksums of {chunks} chunks")));
+            facts.push(("Sidecar", format!("checksums of {items} items")));
             facts
         }))
     }

@@ -229,7 +229,8 @@ impl CheckpointFormat for DcpFormat {
     ) -> Result<OpenedCheckpoint, CheckpointError> {
         let mut reader = DcpReader::builder(Arc::clone(place.storage()))
             .tolerant(options.tolerant)
-            .verify_parts(false);
+            .verify_parts(false)
+            .compare_saved(true);
         if let Some(rank) = options.rank {
             reader = reader.rank(rank);
         }

@@ -58,7 +58,7 @@ pub struct SidecarFile {
     /// Its SHA-256 in hexadecimal digits, if the save computed it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
-    /// The CRC-32s of the elements of its chunks.
+    /// The CRC-32s of the elements of its chunks, and of its encoded objects.
     #[serde(default, skip_serializing_if = "ChunkCrcs::is_empty")]
     pub chunks: ChunkCrcs,
 }

@@ -76,7 +76,7 @@ struct Archives {
 /// What became of items, by their positions.
 #[derive(Debug, Default)]
 struct Written {
-    /// The CRC-32s of tensors.
+    /// The CRC-32s of the elements of tensors, and of encoded objects.
     crc32s: Vec<(usize, u32)>,
     /// Where items are in the file, if they were encoded.
     ranges: BTreeMap<usize, Range<u64>>,
@@ -156,7 +156,7 @@ impl FileJob {
         &self.key
     }
 
-    /// The CRC-32s of the tensors that were written, by the offset of their archive.
+    /// The CRC-32s of the items that were written, by the offset of their archive.
     pub(super) fn checksums(&self) -> Vec<(u64, u32)> {
         let written = self.framing.written();
         let item = |&(position, crc32): &(usize, u32)| {
@@ -234,20 +234,18 @@ impl Framing for Archives {
     }
 
     fn after(&self, position: usize, crc32: u32) -> Result<Bytes, FormatError> {
+        let crc32 = if self.checksums { crc32 } else { 0 };
+        if self.checksums {
+            self.written().crc32s.push((position, crc32));
+        }
         match self.tensor(position) {
-            Some((dtype, sizes)) => {
-                let crc32 = if self.checksums { crc32 } else { 0 };
-                if self.checksums {
-                    self.written().crc32s.push((position, crc32));
-                }
-                Ok(archive(*dtype, sizes)?.tail(&[crc32]))
-            }
+            Some((dtype, sizes)) => Ok(archive(*dtype, sizes)?.tail(&[crc32])),
             None => Ok(Bytes::new()),
         }
     }
 
-    fn needs_crc(&self, position: usize) -> bool {
-        self.checksums && self.tensor(position).is_some()
+    fn needs_crc(&self, _position: usize) -> bool {
+        self.checksums
     }
 
     fn name(&self, position: usize) -> &str {

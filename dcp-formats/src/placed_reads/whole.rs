@@ -59,6 +59,7 @@ fn deliver(
                 Ok(Cow::Owned(bytes)) => bytes.into(),
                 Err(error) => return Err(blob.locate(error)),
             };
+            ctx.compare_saved_object(blob, &bytes).map_err(|error| blob.locate(error))?;
             let value = decode_object(&bytes).map_err(|error| blob.locate(error))?;
             for item in items {
                 ctx.sink.object(item, value.clone())?;

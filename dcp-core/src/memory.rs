@@ -16,7 +16,9 @@
 //! 2. The bytes are reached through loans only. `Book` records every outstanding loan under a
 //!    mutex; it grants an exclusive range only when no shared loan is out and no exclusive range
 //!    overlaps, and a shared loan only when no exclusive one is out.
-//! 3. A loan is returned exactly once, by `Drop`.
+//!    The parts of a divided [`Buffer`] are disjoint and keep its entry in the book, and nothing
+//!    dereferences the whole.
+//! 3. A loan is returned exactly once, by `Drop`; that of a divided buffer when its last part is gone.
 //! 4. Memory that a [`scope`] borrows is valid until the scope ends. Its end revokes the allocation
 //!    and waits until no loan is out; a revoked allocation grants none.
 //! 5. Elements of every [`TensorElement`] type are bytes without padding, and every byte pattern is an
@@ -24,6 +26,7 @@
 
 #![allow(unsafe_code, reason = "the leaf module that proves its loans sound, see above")]
 
+mod buffer;
 pub(crate) mod element;
 mod elements;
 mod owned_box;
@@ -36,12 +39,13 @@ use std::alloc::{Layout, alloc_zeroed};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::ops::{Deref, DerefMut, Range};
+use std::ops::{Deref, Range};
 use std::ptr::NonNull;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use bytes::Bytes;
 
+pub use self::buffer::Buffer;
 pub use self::element::{NumericElement, TensorElement};
 pub use self::elements::Elements;
 use self::owned_box::OwnedBox;
@@ -295,7 +299,7 @@ impl HostMemory {
             }
             book.exclusive.insert(start, end);
         }
-        Ok(Buffer { memory: Arc::clone(&self.0), start, end })
+        Ok(Buffer::lent(Arc::clone(&self.0), start, end))
     }
 
     /// Copies all bytes.
@@ -358,131 +362,5 @@ impl AsRef<[u8]> for SharedLoan {
 impl Drop for SharedLoan {
     fn drop(&mut self) {
         self.0.give_back(|book| book.shared -= 1);
-    }
-}
-
-/// Exclusive, owned access to a range of bytes, which a storage fills on a read.
-///
-/// Dereferences to a slice, can be moved anywhere, and returns its range on drop.
-pub struct Buffer {
-    memory: Arc<Allocation>,
-    start: usize,
-    end: usize,
-}
-
-impl Buffer {
-    /// Allocates a buffer of `len` zero bytes. Aborts the process when memory is exhausted;
-    /// [`try_zeroed`](Self::try_zeroed) does not.
-    #[must_use]
-    pub fn zeroed(len: usize) -> Self {
-        Self::from_vec(vec![0; len])
-    }
-
-    /// Allocates a buffer of `len` zero bytes; `None` when memory is exhausted.
-    #[must_use]
-    pub fn try_zeroed(len: usize) -> Option<Self> {
-        HostMemory::try_zeroed(len).map(Self::all_of)
-    }
-
-    /// A buffer that owns a vector.
-    #[must_use]
-    pub fn from_vec(bytes: Vec<u8>) -> Self {
-        Self::all_of(HostMemory::from_vec(bytes))
-    }
-
-    /// The whole of a memory without other owners.
-    fn all_of(HostMemory(memory): HostMemory) -> Self {
-        let end = memory.len;
-        if end > 0 {
-            memory.book().exclusive.insert(0, end);
-        }
-        Self { memory, start: 0, end }
-    }
-
-    /// Splits the buffer: keeps the bytes from `at` and returns those before.
-    ///
-    /// # Panics
-    ///
-    /// When `at` exceeds the length.
-    #[must_use = "the front part is returned"]
-    pub fn split_to(&mut self, at: usize) -> Buffer {
-        assert!(at <= self.len(), "split at {at} of a buffer of {} bytes", self.len());
-        let middle = self.start + at;
-        let mut book = self.memory.book();
-        if self.start < self.end {
-            book.exclusive.remove(&self.start);
-        }
-        if self.start < middle {
-            book.exclusive.insert(self.start, middle);
-        }
-        if middle < self.end {
-            book.exclusive.insert(middle, self.end);
-        }
-        drop(book);
-        let front = Buffer { memory: Arc::clone(&self.memory), start: self.start, end: middle };
-        self.start = middle;
-        front
-    }
-
-    /// Ends writing: the same bytes as immutable [`Bytes`], without a copy.
-    #[must_use]
-    pub fn freeze(self) -> Bytes {
-        if self.start == self.end { Bytes::new() } else { Bytes::from_owner(self) }
-    }
-}
-
-impl Deref for Buffer {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        // No loan of an empty range is recorded, so its allocation may be gone.
-        if self.start == self.end {
-            return &[];
-        }
-        // SAFETY: the range is within the allocation, is valid by invariant 1, and no other
-        // loan of it is out by invariant 2.
-        unsafe {
-            std::slice::from_raw_parts(
-                self.memory.ptr.as_ptr().add(self.start),
-                self.end - self.start,
-            )
-        }
-    }
-}
-
-impl DerefMut for Buffer {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        if self.start == self.end {
-            return &mut [];
-        }
-        // SAFETY: as in `deref`, and `&mut self` excludes other references through this buffer.
-        unsafe {
-            std::slice::from_raw_parts_mut(
-                self.memory.ptr.as_ptr().add(self.start),
-                self.end - self.start,
-            )
-        }
-    }
-}
-
-impl AsRef<[u8]> for Buffer {
-    fn as_ref(&self) -> &[u8] {
-        self
-    }
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        if self.start < self.end {
-            self.memory.give_back(|book| {
-                book.exclusive.remove(&self.start);
-            });
-        }
-    }
-}
-
-impl fmt::Debug for Buffer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Buffer").field("len", &self.len()).finish_non_exhaustive()
     }
 }

@@ -17,6 +17,9 @@ use crate::version::{is_unchanged, object, version_of};
 
 /// The minimum bytes for another thread.
 const PER_THREAD: u64 = 8 << 20;
+/// A file of which so many bytes follow each other in one request is read ahead twice as far.
+#[cfg(target_os = "linux")]
+const AHEAD_MIN: usize = 1 << 20;
 /// The maximum vectors of one call on Linux (`IOV_MAX`).
 const VECTORS_MAX: usize = 1024;
 
@@ -174,8 +177,23 @@ fn open(
             )));
         }
     }
+    advise(&file, reads);
     Ok(Opened { file, meta, version })
 }
+
+/// Makes the system read long ranges further ahead. Each request opens the file, and reading ahead
+/// starts small in each open file.
+#[cfg(target_os = "linux")]
+fn advise(file: &File, reads: &[ReadInto]) {
+    use rustix::fs::{Advice, fadvise};
+    if reads.iter().any(|read| read.buffer.len() >= AHEAD_MIN) {
+        // A file system that has no such advice reads at its own pace.
+        let _ = fadvise(file, 0, None, Advice::Sequential);
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn advise(_: &File, _: &[ReadInto]) {}
 
 /// Fills the buffers. Those whose ranges follow each other in the file share a call to the system:
 /// rows of a shard that go to strided memory are often a few kilobytes each.
@@ -183,6 +201,13 @@ fn fill(file: &File, key: &Key, mut reads: Vec<ReadInto>) -> Result<Vec<Buffer>,
     for run in reads.chunk_by_mut(|a, b| a.byte_offset + a.buffer.len() as u64 == b.byte_offset) {
         for part in run.chunks_mut(VECTORS_MAX) {
             let byte_offset = part.first().map_or(0, |read| read.byte_offset);
+            if let [read] = part
+                && !read.buffer.is_empty()
+            {
+                read_vectors(file, &mut [IoSliceMut::new(&mut read.buffer)], byte_offset)
+                    .map_err(|(error, at)| shrunk_or(error, key, at))?;
+                continue;
+            }
             let mut vectors: Vec<_> = part
                 .iter_mut()
                 .filter(|read| !read.buffer.is_empty())

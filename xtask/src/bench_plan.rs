@@ -16,6 +16,8 @@ use crate::{Result, process, workspace};
 const LAYOUTS: [&str; 4] = ["rows", "grid", "replicas", "replicated"];
 /// Ranks and tensors of the measured saves.
 const SIZES: [(u32, u32); 3] = [(1024, 500), (4096, 250), (4096, 1000)];
+/// Ranks and tensors of saves that are planned in a grid alone: so many ranks have no rows each.
+const LARGEST: [(u32, u32); 2] = [(16384, 250), (16384, 1000)];
 /// Ranks and tensors of the saves whose index is measured.
 const INDEX_SIZES: [(u32, u32); 2] = [(1024, 500), (4096, 1000)];
 const ROUNDS: usize = 3;
@@ -36,15 +38,14 @@ pub(crate) fn main(args: &[&str]) -> Result {
     let scratch = Scratch::new(&workspace::target()?, "dcp-bench-plan", false)?;
     let file = scratch.path().join("file");
     let mut rows = Vec::new();
-    for (ranks, keys) in SIZES {
-        for layout in LAYOUTS {
-            let bytes = make(&program, "make-plans", layout, (ranks, keys), &file)?;
-            let name = format!("plan {layout} {ranks} x {keys}");
-            let mut row = fastest(&program, "plan", &file, &name, bytes / u64::from(ranks))?;
-            // As many as ranks send.
-            row.items = u64::from(ranks) * u64::from(keys);
-            rows.push(row);
-        }
+    let usual = SIZES.iter().flat_map(|size| LAYOUTS.map(|layout| (size, layout)));
+    for (&(ranks, keys), layout) in usual.chain(LARGEST.iter().map(|size| (size, "grid"))) {
+        let bytes = make(&program, "make-plans", layout, (ranks, keys), &file)?;
+        let name = format!("plan {layout} {ranks} x {keys}");
+        let mut row = fastest(&program, "plan", &file, &name, bytes / u64::from(ranks))?;
+        // As many as ranks send.
+        row.items = u64::from(ranks) * u64::from(keys);
+        rows.push(row);
     }
     for (ranks, keys) in INDEX_SIZES {
         let bytes = make(&program, "make-metadata", "grid", (ranks, keys), &file)?;

@@ -48,6 +48,34 @@ fn split_buffers_return_their_own_ranges() {
 }
 
 #[test]
+fn parts_of_a_divided_buffer_return_its_range_together() {
+    let memory = HostMemory::zeroed(7);
+    let mut parts = memory.lend(1..7).unwrap().divide([2, 0, 3]);
+    for (number, part) in (1..).zip(&mut parts) {
+        part.fill(number);
+    }
+    let mut last = parts.pop().unwrap();
+    let front = last.split_to(1);
+    assert_eq!((&*front, &*last), (&[3][..], &[3, 3][..]));
+    drop(parts);
+    assert!(memory.lend(0..2).is_err(), "a part is out");
+    assert!(memory.lend(0..1).is_ok());
+    let frozen = last.freeze();
+    drop(front);
+    assert!(memory.read().is_err());
+    drop(frozen);
+    assert_eq!(memory.read().unwrap(), [0, 1, 1, 3, 3, 3, 0][..]);
+    assert!(memory.lend(2..6).unwrap().divide([]).is_empty());
+    assert!(memory.lend(0..7).is_ok());
+}
+
+#[test]
+#[should_panic(expected = "a part of 3 bytes of the last 2")]
+fn a_buffer_is_not_divided_beyond_its_end() {
+    let _ = Buffer::zeroed(4).divide([2, 3]);
+}
+
+#[test]
 fn loans_outlive_the_memory() {
     let memory = HostMemory::from_vec(vec![1, 2, 3]);
     let mut buffer = memory.lend(1..3).unwrap();

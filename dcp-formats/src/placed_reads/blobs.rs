@@ -167,6 +167,13 @@ impl Blob {
         }
     }
 
+    /// Runs of bytes to read that follow each other in the chunk; 0 for an object.
+    pub(super) fn runs(&self) -> u64 {
+        let Content::Tensor { sizes, targets, .. } = &self.content else { return 0 };
+        let runs = targets.iter().map(|target| target.region.runs_in(sizes).remaining());
+        runs.fold(0, u64::saturating_add)
+    }
+
     /// The end of the blob in its file.
     pub(super) fn end(&self) -> u64 {
         self.placement.byte_offset.saturating_add(self.placement.byte_len)

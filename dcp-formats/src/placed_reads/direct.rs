@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
-use dcp_core::memory::LoanError;
 use dcp_core::metadata::Layout;
 use dcp_core::storage::ReadInto;
 use dcp_core::text::Quoted;
@@ -117,7 +116,9 @@ pub(super) async fn prepare(
         destinations.push(Destination { view, left: AtomicU64::new(target.byte_len) });
     }
     let is_whole = wanted >= blob.raw_len();
-    let earlier = earlier.filter(|_| ctx.verify_parts && !is_whole);
+    // More parts would not be remembered, so they are not hashed either.
+    let rememberable = blob.runs() <= PARTS_MAX as u64;
+    let earlier = earlier.filter(|_| ctx.verify_parts && !is_whole && rememberable);
     let check = record
         .filter(|record| ctx.verify && record.crc32.is_some() && (is_whole || earlier.is_some()))
         .map(|record| Check { record, seen: Mutex::default(), earlier });
@@ -262,14 +263,18 @@ impl Chunk {
         pieces: Vec<Piece>,
     ) -> Result<u64, CheckpointError> {
         let memory = self.view(target)?.memory();
-        let reads = pieces
-            .iter()
-            .map(|piece| {
-                let buffer = memory.lend(piece.dst.clone())?;
-                Ok(ReadInto { byte_offset: self.start.saturating_add(piece.src), buffer })
-            })
-            .collect::<Result<Vec<_>, LoanError>>()
-            .map_err(|source| CheckpointError::Memory { fqn: self.blob.fqn.to_string(), source })?;
+        let mut reads = Vec::with_capacity(pieces.len());
+        for run in pieces.chunk_by(|a, b| a.dst.end == b.dst.start) {
+            let (Some(first), Some(last)) = (run.first(), run.last()) else { continue };
+            let whole = memory.lend(first.dst.start..last.dst.end).map_err(|source| {
+                CheckpointError::Memory { fqn: self.blob.fqn.to_string(), source }
+            })?;
+            let buffers = whole.divide(run.iter().map(|piece| piece.dst.len()));
+            reads.extend(run.iter().zip(buffers).map(|(piece, buffer)| ReadInto {
+                byte_offset: self.start.saturating_add(piece.src),
+                buffer,
+            }));
+        }
         let buffers = self.read(ctx, reads).await?;
         let mut brought = 0;
         for (piece, buffer) in pieces.iter().zip(&buffers) {
@@ -288,15 +293,16 @@ impl Chunk {
         let span_len =
             |span: &Span| usize::try_from(span.src.end - span.src.start).unwrap_or(usize::MAX);
         let len = spans.iter().map(span_len).fold(0, usize::saturating_add);
-        let mut scratch = Buffer::try_zeroed(len).ok_or_else(|| PlanError::OutOfMemory {
+        let scratch = Buffer::try_zeroed(len).ok_or_else(|| PlanError::OutOfMemory {
             what: format!("parts of {}", Quoted(&self.blob.fqn)),
             byte_len: len as u64,
         })?;
         let reads = spans
             .iter()
-            .map(|span| ReadInto {
+            .zip(scratch.divide(spans.iter().map(span_len)))
+            .map(|(span, buffer)| ReadInto {
                 byte_offset: self.start.saturating_add(span.src.start),
-                buffer: scratch.split_to(span_len(span)),
+                buffer,
             })
             .collect();
         let buffers = self.read(ctx, reads).await?;

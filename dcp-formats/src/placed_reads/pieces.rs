@@ -12,8 +12,9 @@ use dcp_core::{FormatError, Region, TensorView};
 const DIRECT_MIN: u64 = 4096;
 /// The maximum length of a piece, and of a request of direct pieces, in bytes.
 const DIRECT_MAX: u64 = 8 << 20;
-/// The maximum number of pieces in a direct request, and of ranges in a request through scratch.
-const RANGES_MAX: usize = 256;
+/// The maximum number of pieces in a direct request, and of ranges in a request through scratch. A
+/// request of columns of a few hundred bytes then has about a mebibyte.
+const RANGES_MAX: usize = 4096;
 /// The maximum number of pieces copied from one scratch buffer.
 const SCATTER_MAX: usize = 16_384;
 /// Gaps up to this length are always read, whatever the storage prefers.
@@ -125,7 +126,9 @@ impl Fetches {
         let gap_max = coalesce_gap.max(GAP_MIN);
         let shortest = src_run.min(view.run_bytes());
         let one_piece = gap.is_none() && view.is_contiguous();
-        let direct = one_piece || shortest >= DIRECT_MIN && gap.is_none_or(|gap| gap > gap_max);
+        let far = gap.is_none_or(|gap| gap > gap_max);
+        // Pieces that follow each other in memory share a loan, so they may be short.
+        let direct = one_piece || far && (shortest >= DIRECT_MIN || view.is_contiguous());
         let scratch = scratch.max(DIRECT_MIN);
         let max = if direct { DIRECT_MAX } else { scratch };
         Self {
@@ -310,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_read_in_place_and_columns_through_scratch() {
+    fn rows_and_distant_columns_are_read_in_place_and_near_columns_through_scratch() {
         let sizes = [64_u64, 8192];
         let rows = Region::new([8, 0], [8, 8192]).unwrap();
         let fetches: Vec<_> = Fetches::new(&rows, &sizes, &view(&rows, 0), 0, 1 << 20).collect();
@@ -325,8 +328,14 @@ mod tests {
         };
         // Seven rows, 16 KiB apart, fit into the scratch.
         assert_eq!((near.len(), spans(&near[0])), (10, 1));
+        // Rows too far apart to read what is between them go to their places, if they are
+        // contiguous there.
         let far: Vec<_> = Fetches::new(&columns, &sizes, &view(&columns, 0), 0, 100_000).collect();
-        assert_eq!((far.len(), spans(&far[0])), (1, 64));
+        let [Fetch::Direct(pieces)] = &far[..] else { panic!("{far:?}") };
+        assert_eq!((pieces.len(), &pieces[1].dst), (64, &(32..64)));
+        let padded: Vec<_> =
+            Fetches::new(&columns, &sizes, &view(&columns, 1), 0, 100_000).collect();
+        assert_eq!((padded.len(), spans(&padded[0])), (1, 64));
     }
 
     #[test]

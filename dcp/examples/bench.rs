@@ -1,6 +1,8 @@
 //! The Rust half of `cargo xtask bench`: one measurement per run, printed as a line of JSON.
 //!
 //! - `save DIR GIB`, `load DIR GIB`: a state dict of tensors of 32 MiB, without a group.
+//! - `save-ranks DIR GIB RANKS`: the same tensors, rows of each on every one of the ranks, which are
+//!   threads; `write-files DIR GIB FILES` the same bytes by plain system calls on as many threads.
 //! - `stall DIR GIB`: the time for which the second of two asynchronous saves stops training;
 //!   `stall-immutable` the same with tensors in immutable memory.
 //! - `copy - GIB`: copies the same bytes to memory that was touched before, on all cores; the limit.
@@ -13,11 +15,12 @@ use std::error::Error;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::num::NonZeroUsize;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dcp::core::HostMemory;
+use dcp::collectives::LocalGroup;
 use dcp::core::checkpoint::ReadReport;
+use dcp::core::{Collective, HostMemory, Shard};
 use dcp::formats::dcp::DcpWriter;
 use dcp::{Checkpointer, DType, Region, StateDict, Tensor, Value};
 
@@ -54,6 +57,10 @@ fn main() -> Result {
             let start = Instant::now();
             let summary = dcp::load(&mut state, dir).blocking()?;
             (start.elapsed(), Some(summary.read))
+        }
+        ["save-ranks", dir, gib, ranks] => (save_ranks(dir, tensors(gib)?, ranks.parse()?)?, None),
+        ["write-files", dir, gib, files] => {
+            (write_files(dir, tensors(gib)?, files.parse()?)?, None)
         }
         ["stall", dir, gib] => (stall(dir, &model(tensors(gib)?)?)?, None),
         ["stall-immutable", dir, gib] => (stall(dir, &immutable(model(tensors(gib)?)?)?)?, None),
@@ -108,6 +115,66 @@ fn immutable(state: StateDict) -> Result<StateDict> {
         Ok((name.clone(), Value::Tensor(tensor)))
     });
     tensors.collect()
+}
+
+/// The time of the slowest rank.
+fn save_ranks(dir: &str, tensors: usize, ranks: u32) -> Result<Duration> {
+    warm_up(dir)?;
+    let times = LocalGroup::new(ranks).run(|group| {
+        let state = rows(tensors, group.rank(), ranks)?;
+        let group: Arc<dyn Collective> = Arc::new(group);
+        let checkpointer = Checkpointer::new().group(Arc::clone(&group));
+        group.barrier()?;
+        let start = Instant::now();
+        checkpointer.save(&state, dir).blocking()?;
+        Ok::<_, Box<dyn Error + Send + Sync>>(start.elapsed())
+    });
+    let times = times.into_iter().collect::<std::result::Result<Vec<_>, _>>();
+    Ok(times.map_err(|error| error.to_string())?.into_iter().max().unwrap_or_default())
+}
+
+/// Rows of each tensor, as of one rank of a sharded data-parallel job.
+fn rows(
+    tensors: usize,
+    rank: u32,
+    ranks: u32,
+) -> std::result::Result<StateDict, Box<dyn Error + Send + Sync>> {
+    let [rows, columns] = TENSOR;
+    let (start, len) = (rows * u64::from(rank) / u64::from(ranks), rows / u64::from(ranks));
+    let mut state = StateDict::new();
+    for number in 0..tensors {
+        let memory = vec![u8::try_from(number % 251 + 1)?; TENSOR_BYTES / ranks as usize];
+        let region = Region::new([start, 0], [len, columns])?;
+        let shard = Shard::new(DType::Float32, region, HostMemory::from_vec(memory))?;
+        let tensor = Tensor::sharded(DType::Float32, TENSOR, vec![shard])?;
+        state.insert(format!("layers.{number}.weight"), tensor);
+    }
+    Ok(state)
+}
+
+fn write_files(dir: &str, tensors: usize, files: usize) -> Result<Duration> {
+    std::fs::create_dir_all(dir)?;
+    let pieces = vec![7_u8; TENSOR_BYTES];
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        let writers: Vec<_> = (0..files)
+            .map(|number| {
+                let (path, pieces) = (format!("{dir}/{number}"), &pieces);
+                scope.spawn(move || {
+                    let mut file = File::create(path)?;
+                    for _ in 0..tensors * TENSOR_BYTES / files / PIECE {
+                        file.write_all(&pieces[..PIECE])?;
+                    }
+                    file.sync_all()
+                })
+            })
+            .collect();
+        for writer in writers {
+            writer.join().map_err(|_| "a writer panicked")??;
+        }
+        Ok::<_, Box<dyn Error>>(())
+    })?;
+    Ok(start.elapsed())
 }
 
 /// The second save has the staging memory and the plan of the first.

@@ -1,6 +1,6 @@
 """The PyTorch half of `cargo xtask bench`: one measurement per run, printed as a line of JSON.
 
-save DIR GIB [THREADS] | stall DIR GIB | load DIR GIB | save-one DIR | slice DIR rows|columns | inspect DIR | evict PATH
+save DIR GIB [THREADS] | save-ranks DIR GIB RANKS | stall DIR GIB | load DIR GIB | save-one DIR | slice DIR rows|columns | inspect DIR | evict PATH
 save-random DIR MIB | save-rows DIR | save-llama DIR MIB | to-torch-save DIR FILE
 """
 import json
@@ -99,6 +99,39 @@ def timed(function):
     return {"seconds": seconds, "bytes_read": bytes_read() - before}
 
 
+def save_rows(rank, ranks, gib, path, seconds):
+    """One rank of a sharded data-parallel job, which has rows of each tensor."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    dist.init_process_group("gloo", init_method="file://" + path + ".met", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    part = lambda n: torch.full((TENSOR[0] // ranks, TENSOR[1]), float(n % 251 + 1))
+    names = range(int(float(gib) * 1024) // 32)
+    state = {"layers.%d.weight" % n: DTensor.from_local(part(n), mesh, [Shard(0)]) for n in names}
+    warm = {"small": DTensor.from_local(torch.zeros(1, 4), mesh, [Shard(0)])}
+    dcp.save(warm, checkpoint_id=path + ".warm-up")
+    dist.barrier()
+    start = time.perf_counter()
+    dcp.save(state, checkpoint_id=path)
+    seconds[rank] = time.perf_counter() - start
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(path + ".warm-up")
+    dist.destroy_process_group()
+
+
+def save_ranks(path, gib, ranks):
+    """The time of the slowest rank, each a process."""
+    import torch.multiprocessing as processes
+
+    seconds = processes.get_context("spawn").Array("d", ranks)
+    processes.spawn(save_rows, (ranks, gib, path, seconds), nprocs=ranks)
+    return {"seconds": max(seconds)}
+
+
 def main(what, path, *args):
     if what == "evict":
         return evict(path)
@@ -137,6 +170,8 @@ def main(what, path, *args):
         warm_up(path)
         writer = dcp.FileSystemWriter(path, thread_count=int(args[1]) if args[1:] else 1)
         result = timed(lambda: dcp.save(state, storage_writer=writer, no_dist=True))
+    elif what == "save-ranks":
+        result = save_ranks(path, args[0], int(args[1]))
     elif what == "stall":
         # async_save needs a process group with a CPU backend, also for one process.
         from torch.distributed.checkpoint.staging import BlockingAsyncStager

@@ -19,6 +19,8 @@ use crate::{
 
 const ROUNDS: usize = 5;
 const STARTS: usize = 9;
+/// Ranks that save to one disk.
+const WRITERS: [u32; 3] = [2, 4, 8];
 
 /// Prints the table; with `convert`, the one of conversions, with `object`, that of object stores, and
 /// with `cuda`, that of copies from and to a device.
@@ -56,6 +58,10 @@ pub(crate) fn main(args: &[&str]) -> Result {
     for (place, folder, cold) in [("tmpfs", &tmpfs, false), ("disk", &disk, true)] {
         let scratch = Scratch::new(folder, "dcp-bench", false)?;
         bench.speeds(place, scratch.path(), cold, &mut rows)?;
+    }
+    let scratch = Scratch::new(&disk, "dcp-bench", false)?;
+    for ranks in WRITERS {
+        bench.writers(scratch.path(), ranks, &mut rows)?;
     }
     let scratch = Scratch::new(&tmpfs, "dcp-bench", false)?;
     bench.stalls(scratch.path(), &mut rows)?;
@@ -133,6 +139,30 @@ impl Bench {
         rows.push(Row {
             what: what(if cold { "load with the page cache dropped," } else { "load" }),
             ours: speed(load),
+            torch: speed(torch),
+            limit: speed(limit),
+        });
+        Ok(())
+    }
+
+    /// Saves of several ranks on one disk: ours are threads of one process, PyTorch's processes.
+    fn writers(&self, folder: &Path, ranks: u32, rows: &mut Vec<Row>) -> Result {
+        let (gib, ranks) = (self.gib.to_string(), ranks.to_string());
+        let fresh = |name: &str| {
+            let path = folder.join(name);
+            // Nothing is there before the first run.
+            let _ = std::fs::remove_dir_all(&path);
+            path
+        };
+        let [limit, ours, torch] = rounds([
+            &|| self.rust("write-files", &fresh("raw"), &[&gib, &ranks]),
+            &|| self.rust("save-ranks", &fresh("ours"), &[&gib, &ranks]),
+            &|| self.torch("save-ranks", &fresh("torch"), &[&gib, &ranks]),
+        ])?;
+        let speed = |seconds: f64| format!("{:.2} GB/s", self.gib as f64 * 1.073_741_824 / seconds);
+        rows.push(Row {
+            what: format!("save {gib} GiB, disk, {ranks} ranks"),
+            ours: speed(ours),
             torch: speed(torch),
             limit: speed(limit),
         });

@@ -150,23 +150,6 @@ impl Context {
         }
     }
 
-    /// Compares an encoded object with the checksum that the save noted.
-    fn compare_saved_object(&self, blob: &Blob, bytes: &[u8]) -> Result<(), FormatError> {
-        let saved = self.saved.get(&blob.key).filter(|_| self.verify);
-        let Some(saved) = saved.and_then(|file| file.at(blob.placement.byte_offset)) else {
-            return Ok(());
-        };
-        let found = crc32fast::hash(bytes);
-        if found == saved {
-            return Ok(());
-        }
-        let problem = format!(
-            "its CRC-32 is {found:08x}, the save noted {saved:08x}: these are not the bytes of this \
-             save"
-        );
-        Err(FormatError::new("object", problem))
-    }
-
     /// Reads ranges, and counts the bytes.
     pub(super) async fn read(
         &self,
@@ -197,6 +180,20 @@ impl Context {
     fn to_decode(&self) -> std::sync::MutexGuard<'_, Vec<Blob>> {
         self.to_decode.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Compares an encoded object with the checksum of the save.
+fn compare_saved_object(saved: &SavedCrcs, blob: &Blob, bytes: &[u8]) -> Result<(), FormatError> {
+    let saved = saved.get(&blob.key).and_then(|file| file.at(blob.placement.byte_offset));
+    let Some(saved) = saved else { return Ok(()) };
+    let found = crc32fast::hash(bytes);
+    if found == saved {
+        return Ok(());
+    }
+    let problem = format!(
+        "its CRC-32 is {found:08x}, the save noted {saved:08x}: these are not the bytes of this save"
+    );
+    Err(FormatError::new("object", problem))
 }
 
 /// Compares the checksum in an archive with that of the save: an archive of another save is sound in

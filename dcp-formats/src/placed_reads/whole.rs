@@ -10,7 +10,7 @@ use futures_util::future::join;
 use super::blobs::{Blob, Content};
 use super::pieces::{Pieces, ScatterError, fill, scatter};
 use super::transform::undo;
-use super::{Context, SavedCrcs, compare_saved};
+use super::{Context, SavedCrcs, compare_saved, compare_saved_object};
 use crate::torch_object::decode_object;
 use crate::torch_tensor::{ByteOrder, TensorBlob, TensorLayout};
 use crate::torch_zip::{Method, Sparse};
@@ -59,7 +59,7 @@ fn deliver(
                 Ok(Cow::Owned(bytes)) => bytes.into(),
                 Err(error) => return Err(blob.locate(error)),
             };
-            ctx.compare_saved_object(blob, &bytes).map_err(|error| blob.locate(error))?;
+            compare_saved_object(saved, blob, &bytes).map_err(|error| blob.locate(error))?;
             let value = decode_object(&bytes).map_err(|error| blob.locate(error))?;
             for item in items {
                 ctx.sink.object(item, value.clone())?;

@@ -214,7 +214,8 @@ mod tests {
     fn a_higher_level_makes_fewer_bytes() {
         let text: Vec<u8> =
             (0..60_000_u32).flat_map(|n| (n * n).to_string().into_bytes()).collect();
-        let len = |level| encode(Zstd::new().level(level), &[text.clone()], 1 << 20)[0].len();
+        let len =
+            |level| encode(Zstd::new().level(level), std::slice::from_ref(&text), 1 << 20)[0].len();
         assert!(len(19) < len(3) && len(3) < len(-50));
     }
 

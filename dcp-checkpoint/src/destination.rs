@@ -263,11 +263,17 @@ impl Destination {
         let place = Place::new(&checkpoint.opener, &self.uri, &options);
         let format = self.format()?;
         let mut report = match format {
+            // One file is written by one process.
+            Format::Safetensors | Format::TorchSave if !job.is_coordinator() => {
+                ConversionReport::default()
+            }
             Format::Safetensors => {
                 let target = place.file().await?;
-                dcp_convert::to_safetensors(source, &target, job).await?
+                let job = job.of_coordinator().unwrap_or_default();
+                dcp_convert::to_safetensors(source, &target, &job).await?
             }
             Format::TorchSave => {
+                let job = &job.of_coordinator().unwrap_or_default();
                 let target = place.file().await?;
                 let zip = TorchSaveForm::default();
                 let form = if self.legacy { TorchSaveForm::Legacy } else { zip };
@@ -302,6 +308,9 @@ impl Destination {
         };
         if !job.dry_run {
             folders.keep();
+        }
+        if let (Some(cast), Some(group)) = (&cast, &job.group) {
+            cast.gather_counts(group).await?;
         }
         report.cast = cast.map(|cast| cast.report());
         report.unmatched = unmatched;

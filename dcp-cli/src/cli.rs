@@ -96,12 +96,10 @@ impl Command {
     pub(crate) fn sharing(&self) -> Sharing {
         match self {
             Self::Verify(verify) if verify.deep => Sharing::All,
+            Self::Convert(_) | Self::Copy(_) | Self::Reshard(_) => Sharing::All,
             Self::Stats(_)
             | Self::Diff(_)
             | Self::Report(_)
-            | Self::Convert(_)
-            | Self::Copy(_)
-            | Self::Reshard(_)
             | Self::Average(_)
             | Self::Merge(_)
             | Self::Prune(_)

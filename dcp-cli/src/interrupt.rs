@@ -8,6 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use dcp::checkpoint::rollback::{Quiet, Rollback, Undone};
+use dcp::convert::group::JobGroup;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tokio::sync::oneshot;
@@ -22,6 +23,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 pub(crate) fn run<T>(
     long: bool,
     rollback: &Rollback,
+    group: Option<&JobGroup>,
     work: impl Future<Output = Result<T, Failure>>,
 ) -> Result<T, Failure> {
     if !long {
@@ -40,7 +42,14 @@ pub(crate) fn run<T>(
     });
     // Waits for the threads that write: they own the temporary files and remove them.
     drop(runtime);
-    outcome.unwrap_or_else(|(signal, quiet)| Err(interrupted(signal, rollback, quiet)))
+    outcome.unwrap_or_else(|(signal, quiet)| {
+        // Rank 0 may be committing what this one has written.
+        if group.is_some_and(JobGroup::has_handed_over) {
+            let text = "interrupted; what was written is left to rank 0";
+            return Err(Failure::new(exit(signal), text));
+        }
+        Err(interrupted(signal, rollback, quiet))
+    })
 }
 
 /// The signal, once nothing is being put under its final name, and what keeps it so.

@@ -112,7 +112,7 @@ impl Session {
         long: bool,
         work: impl Future<Output = Result<T, Failure>>,
     ) -> Result<T, Failure> {
-        interrupt::run(long, &self.rollback, work)
+        interrupt::run(long, &self.rollback, self.group.as_ref(), work)
     }
 
     /// Notes which of two checkpoints in one folder is opened.

@@ -98,6 +98,13 @@ impl JobOptions {
         self.group.as_ref().is_none_or(JobGroup::is_coordinator)
     }
 
+    /// These options for a job that rank 0 does alone; `None` on other ranks.
+    #[must_use]
+    pub fn of_coordinator(&self) -> Option<Self> {
+        let group = self.group.as_ref().map(JobGroup::of_coordinator);
+        self.is_coordinator().then(|| Self { group, ..self.clone() })
+    }
+
     /// Fails when another rank of the group has failed or was lost.
     pub(crate) fn check_group(&self) -> Result<(), CheckpointError> {
         self.group.as_ref().map_or(Ok(()), JobGroup::check)

@@ -49,6 +49,11 @@ impl CrcParts {
         (*only == 0 && *end == byte_len).then(|| hasher.clone().finalize())
     }
 
+    /// The parts in order: start, end, and the CRC-32 of the bytes between.
+    pub fn iter(&self) -> impl Iterator<Item = (u64, u64, u32)> + '_ {
+        self.parts.iter().map(|(start, (end, crc32))| (*start, *end, crc32.clone().finalize()))
+    }
+
     /// The number of parts that are not adjacent.
     #[must_use]
     pub fn len(&self) -> usize {

@@ -14,7 +14,8 @@ use serde_json::Value;
 use crate::machine::{Machine, machine};
 use crate::process::{Scratch, output};
 use crate::{
-    Result, bench_convert, bench_cuda, bench_object, bench_plan, process, venv, workspace,
+    Result, bench_convert, bench_cuda, bench_jobs, bench_object, bench_plan, process, venv,
+    workspace,
 };
 
 const ROUNDS: usize = 5;
@@ -28,6 +29,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
     let (convert, args) = match args {
         ["cuda", rest @ ..] => return bench_cuda::main(rest),
         ["object", rest @ ..] => return bench_object::main(rest),
+        ["jobs", rest @ ..] => return bench_jobs::main(rest),
         ["plan", rest @ ..] => return bench_plan::main(rest),
         ["--check", rest @ ..] => return bench_plan::check(rest),
         ["convert", rest @ ..] => (true, rest),

@@ -8,9 +8,11 @@ mod api;
 mod bench;
 mod bench_convert;
 mod bench_cuda;
+mod bench_jobs;
 mod bench_object;
 mod bench_plan;
 mod browser;
+mod deploy;
 mod emulators;
 mod features;
 mod fuzz;
@@ -60,6 +62,7 @@ cargo xtask <command>
   bench convert [...]                 the same for converting, with peak memory
   bench object [--gib N]              requests, bytes and speeds at object stores
   bench cuda [--gib N] [--disk DIR]   copies from and to a CUDA device, where there is one
+  bench jobs [--gib N] [--folder DIR] commands that 1, 2 and 4 processes share
   bench plan                          seconds and memory of planning and of the index
   bench --check [--update]            compares instructions and bytes with xtask/bench_counts.json
   emulators up | down | env           S3, Azure, GCS and HTTP on this machine, for tests
@@ -67,6 +70,7 @@ cargo xtask <command>
   browser [--keep]                    pages of `dcp report` in headless Chromium
   shells                              completions in fish and zsh, manual pages in groff
   mpi                                 the crate for MPI, on ranks of Open MPI
+  deploy                              the job files of deploy/, on a Slurm of one node where it is
   features                            each package and each feature alone, and the plug-in
   torture [--short] [--seeds N] [--json]
                                       disturbs saves and commands at every operation: crashes,
@@ -87,6 +91,7 @@ fn main() -> ExitCode {
         ["bench", ref rest @ ..] => bench::main(rest),
         ["api", ref rest @ ..] => api::main(rest),
         ["emulators", ref rest @ ..] => emulators::main(rest),
+        ["deploy"] => deploy::main(),
         ["features"] => features::main(),
         ["mpi"] => mpi::main(),
         ["browser", ref rest @ ..] => browser::main(rest),

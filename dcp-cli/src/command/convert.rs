@@ -43,6 +43,7 @@ Examples:
   dcp convert runs/step_1000 model.safetensors --model-only --dry-run
   dcp convert runs/step_1000 ema.safetensors --include 'ema.*' --rename 's/^ema\\.//'
   dcp convert run/iter_0001000 my-model --to hf
+  mpirun -n 8 dcp convert run/iter_0001000 my-model --to hf
   dcp convert my-model run/release --to torch-dist --arch auto --tp 4 --pp 2
   dcp convert run/iter_0001000 repaired --to torch-dist --repair-optimizer
 
@@ -115,7 +116,7 @@ pub(crate) fn convert(args: &Convert, session: &Session) -> Result<(), Failure> 
             .optimizer(args.megatron_optimizer.options())
             .optimizer_layout(args.optimizer.layout())
             .dequantize(args.dequantize())
-            .job(args.destination.writing.options(bar.options()));
+            .job(session.shared(args.destination.writing.options(bar.options())));
         Ok(conversion.run().await?)
     })?;
     if args.destination.writing.json {

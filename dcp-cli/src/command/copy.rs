@@ -71,6 +71,7 @@ pub(crate) fn copy(args: &Copy, session: &Session) -> Result<(), Failure> {
             .with_parallelism(usize::from(args.jobs))
             .with_dry_run(args.dry_run);
         let opener = session.opener();
+        let options = session.shared(options);
         Ok(opener.copy(&args.source, &args.target).compare(compare).job(options).run().await?)
     })?;
     summary(args, report, out)

@@ -96,7 +96,7 @@ pub(crate) fn reshard(args: &Reshard, session: &Session) -> Result<(), Failure> 
             .optimizer_layout(args.optimizer.layout())
             .overwrite(args.writing.overwrite)
             .rollback(&session.rollback)
-            .job(args.writing.options(bar.options()));
+            .job(session.shared(args.writing.options(bar.options())));
         Ok(reshard.run().await?)
     })?;
     write_summary(&written.report, &args.target, args.writing.json, out)

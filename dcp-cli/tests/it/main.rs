@@ -30,6 +30,7 @@ mod overlap;
 mod plugins;
 mod prune;
 mod ranks;
+mod ranks_write;
 mod report;
 mod reshard;
 mod rewrite_metadata;

@@ -104,6 +104,24 @@ impl JobGroup {
         self.rank == 0
     }
 
+    /// The same group for a job that rank 0 does alone while the others wait: it exchanges nothing, and
+    /// still ends when a rank fails.
+    #[must_use]
+    pub(crate) fn of_coordinator(&self) -> Self {
+        Self { rank: 0, world_size: 1, handle: Arc::clone(&self.handle) }
+    }
+
+    /// Says that rank 0 may from now on commit what this rank wrote.
+    pub(crate) fn hand_over(&self) {
+        self.handle.0.handed_over.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether rank 0 may have committed what this rank wrote, so that only rank 0 may remove it.
+    #[must_use]
+    pub fn has_handed_over(&self) -> bool {
+        !self.is_coordinator() && self.handle.0.handed_over.load(Ordering::Relaxed)
+    }
+
     /// Sends every rank's message to rank 0, which receives them in the order of ranks; others
     /// receive `None`. All ranks make the same calls in the same order.
     ///
@@ -111,7 +129,7 @@ impl JobGroup {
     ///
     /// When a rank failed or was lost.
     pub async fn gather(&self, mine: Bytes) -> Result<Option<Vec<Bytes>>, CheckpointError> {
-        let all = self.handle.0.exchange(Operation::Gather, mine).await?;
+        let all = self.exchange(Operation::Gather, mine).await?;
         Ok(self.is_coordinator().then_some(all))
     }
 
@@ -121,7 +139,7 @@ impl JobGroup {
     ///
     /// As [`gather`](Self::gather).
     pub async fn broadcast(&self, from_coordinator: Bytes) -> Result<Bytes, CheckpointError> {
-        let all = self.handle.0.exchange(Operation::Broadcast, from_coordinator).await?;
+        let all = self.exchange(Operation::Broadcast, from_coordinator).await?;
         Ok(all.into_iter().next().unwrap_or_default())
     }
 
@@ -131,7 +149,19 @@ impl JobGroup {
     ///
     /// As [`gather`](Self::gather).
     pub async fn all_gather(&self, mine: Bytes) -> Result<Vec<Bytes>, CheckpointError> {
-        self.handle.0.exchange(Operation::AllGather, mine).await
+        self.exchange(Operation::AllGather, mine).await
+    }
+
+    async fn exchange(
+        &self,
+        operation: Operation,
+        mine: Bytes,
+    ) -> Result<Vec<Bytes>, CheckpointError> {
+        if self.world_size == 1 {
+            self.check()?;
+            return Ok(vec![mine]);
+        }
+        self.handle.0.exchange(operation, mine).await
     }
 
     /// Fails when a rank has failed or was lost, so that this one stops, too.

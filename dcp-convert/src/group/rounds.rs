@@ -54,6 +54,8 @@ pub(super) struct Shared {
     changed: Condvar,
     /// Whether a rank failed or was lost.
     pub(super) broken: AtomicBool,
+    /// Whether rank 0 may commit what this rank wrote.
+    pub(super) handed_over: AtomicBool,
     /// Bytes that this rank has processed.
     pub(super) done: AtomicU64,
     pub(super) thread: Mutex<Option<JoinHandle<()>>>,

@@ -3,6 +3,7 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use dcp_core::{CheckpointError, StorageReader};
 
 use crate::integrity::incremental_crc::Checked;
@@ -74,7 +75,8 @@ impl CheckedSource {
     }
 
     /// Reads again and compares the chunks that were read in full, but in parts whose checksums
-    /// could not be combined.
+    /// could not be combined. In a group, a chunk may have been read by several ranks, and all ranks
+    /// wait until each has compared what it is to compare.
     ///
     /// # Errors
     ///
@@ -82,6 +84,9 @@ impl CheckedSource {
     pub async fn finish(self) -> Result<Verified, CheckpointError> {
         for comparison in self.source.comparisons() {
             comparison.settle(&self.options).await?;
+        }
+        if let Some(group) = &self.options.group {
+            group.all_gather(Bytes::new()).await?;
         }
         Ok(Verified(()))
     }

@@ -18,28 +18,28 @@ use dcp_core::{CheckpointError, CheckpointMetadata, Region, StorageReader, Tenso
 use dcp_formats::CrcParts;
 
 use crate::integrity::archive_audit::{self, Expected, differs};
-use crate::integrity::refuse_damaged::{named, refuse_damaged};
+use crate::integrity::refuse_damaged::named;
 use crate::job::JobOptions;
 use crate::read::stored_items::Placed;
-use crate::source::{Comparison, Source};
+use crate::source::Source;
 
 /// Archives up to this many bytes are read and checked whole.
 const ALWAYS_WHOLE: u64 = 64 << 10;
 /// Bytes of an archive besides its tensor, rounded up.
 const ARCHIVE_EXTRA: u64 = 4096;
 /// The number of non-contiguous parts of a chunk to keep.
-const PARTS_MAX: usize = 256;
+pub(super) const PARTS_MAX: usize = 256;
 
 /// A reader that compares chunks with their checksums across partial reads.
 #[derive(Debug)]
 pub(crate) struct Checked {
-    source: Source,
-    chunks: Mutex<HashMap<(u32, u32), Chunk>>,
+    pub(super) source: Source,
+    pub(super) chunks: Mutex<HashMap<(u32, u32), Chunk>>,
 }
 
 /// The state of a chunk that was read in parts.
-#[derive(Debug)]
-enum Chunk {
+#[derive(Clone, Debug)]
+pub(super) enum Chunk {
     /// CRC-32s of the parts so far.
     Parts(CrcParts),
     /// The number of bytes read in parts that cannot be combined.
@@ -97,6 +97,21 @@ impl Checked {
         }
         let whole = self.add(at, start, start + view.byte_len(), hasher, wanted.byte_len);
         let Some(found) = whole else { return Ok(()) };
+        if self.compare_whole(metadata, &wanted, found).await? {
+            self.set(at, Chunk::Right);
+        } else {
+            self.scatter(at, wanted.byte_len);
+        }
+        Ok(())
+    }
+
+    /// Compares a chunk whose CRC-32 is `found`. Returns whether that is enough.
+    pub(super) async fn compare_whole(
+        &self,
+        metadata: &Arc<CheckpointMetadata>,
+        wanted: &Wanted,
+        found: u32,
+    ) -> Result<bool, CheckpointError> {
         let job = archive_audit::Job::new(&self.source, metadata, &JobOptions::default());
         let expected = job.expected(&wanted.placed).await;
         match expected.map_err(|error| named(error, &wanted.placed, metadata))? {
@@ -104,14 +119,8 @@ impl Checked {
                 let error = differs(found, crc32).into();
                 Err(named(error, &wanted.placed, metadata))
             }
-            Expected::Elsewhere => {
-                self.scatter(at, wanted.byte_len);
-                Ok(())
-            }
-            _ => {
-                self.set(at, Chunk::Right);
-                Ok(())
-            }
+            Expected::Elsewhere => Ok(false),
+            _ => Ok(true),
         }
     }
 
@@ -161,18 +170,18 @@ impl Checked {
 }
 
 /// A chunk to compare with its checksum.
-struct Wanted {
-    placed: Placed,
+pub(super) struct Wanted {
+    pub(super) placed: Placed,
     region: Region,
     element_bytes: u64,
-    byte_len: u64,
+    pub(super) byte_len: u64,
     /// Whether it is in an archive that may be read in parts.
     in_archive: bool,
 }
 
 impl Wanted {
     /// The chunk, unless it has no checksum or the format's reader always compares it.
-    fn new(metadata: &CheckpointMetadata, entry: u32, chunk: u32) -> Option<Self> {
+    pub(super) fn new(metadata: &CheckpointMetadata, entry: u32, chunk: u32) -> Option<Self> {
         let (fqn, tensor) = metadata.at(entry as usize)?;
         let tensor = tensor.as_tensor()?;
         let stored = tensor.chunks.get(chunk as usize)?;
@@ -200,40 +209,6 @@ impl Wanted {
         let mut runs = inner.runs_in(self.region.sizes());
         let (start, len) = runs.next()?;
         (len == part.volume()).then(|| start.checked_mul(self.element_bytes)).flatten()
-    }
-}
-
-#[async_trait]
-impl Comparison for Checked {
-    /// Reads again and compares the chunks that were read in full, but in parts that are not
-    /// contiguous.
-    async fn settle(&self, options: &JobOptions) -> Result<(), CheckpointError> {
-        let metadata = self.source.metadata().await?;
-        let open: Vec<_> = {
-            let chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
-            let bytes = |chunk: &Chunk| match chunk {
-                Chunk::Parts(parts) => parts.byte_len(),
-                Chunk::Scattered(bytes) => *bytes,
-                Chunk::Right => 0,
-            };
-            chunks.iter().map(|(at, chunk)| (*at, bytes(chunk))).collect()
-        };
-        let mut items = Vec::new();
-        for ((entry, chunk), bytes) in open {
-            let wanted = Wanted::new(&metadata, entry, chunk);
-            let Some(wanted) = wanted else { continue };
-            if bytes > 0 && bytes >= wanted.byte_len {
-                items.push(wanted.placed);
-            }
-        }
-        items.sort_by_key(|item| (item.placement.file, item.placement.byte_offset));
-        refuse_damaged(&self.source, &metadata, &items, options).await?;
-        let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
-        for item in items {
-            let entry = u32::try_from(item.entry).unwrap_or(u32::MAX);
-            chunks.insert((entry, item.chunk.unwrap_or(u32::MAX)), Chunk::Right);
-        }
-        Ok(())
     }
 }
 

@@ -8,6 +8,7 @@ pub(crate) mod incremental_crc;
 pub(crate) mod problem;
 pub(crate) mod record_audit;
 pub(crate) mod refuse_damaged;
+pub(crate) mod settle;
 
 pub use crate::foreign_callable::ForeignCallable;
 pub use callables::{admit_callables, foreign_callables};

@@ -7,11 +7,13 @@ use dcp_core::error::StorageOp;
 use dcp_core::storage::{
     ObjectMeta, PutMode, ReadInto, ReadRequest, Upload, UploadOptions, Version, WriteLimits,
 };
+use dcp_core::wire::{MessageReader, MessageWriter};
 use dcp_core::{Buffer, Key, Storage, StorageError, StorageErrorKind};
 use futures_util::stream::{FuturesUnordered, StreamExt, TryStreamExt};
 use futures_util::{future, stream};
 
 use crate::error::ConvertError;
+use crate::group::{JobGroup, contiguous_share};
 use crate::job::JobOptions;
 
 /// Files up to this size are copied with one read and one put.
@@ -75,8 +77,32 @@ pub struct CopyReport {
     pub kept_bytes: u64,
 }
 
+impl CopyReport {
+    /// The sum over all ranks, on rank 0.
+    async fn of_all_ranks(self, group: &JobGroup) -> Result<Self, ConvertError> {
+        let mut message = MessageWriter::new(*b"dcr1");
+        message.number(self.copied_files as u64);
+        message.number(self.copied_bytes);
+        message.number(self.kept_files as u64);
+        message.number(self.kept_bytes);
+        let Some(all) = group.gather(message.finish()).await? else { return Ok(self) };
+        let mut sum = Self::default();
+        for message in all {
+            let mut message = MessageReader::new(&message, *b"dcr1")?;
+            let files = |number| usize::try_from(number).unwrap_or(usize::MAX);
+            sum.copied_files = sum.copied_files.saturating_add(files(message.number()?));
+            sum.copied_bytes = sum.copied_bytes.saturating_add(message.number()?);
+            sum.kept_files = sum.kept_files.saturating_add(files(message.number()?));
+            sum.kept_bytes = sum.kept_bytes.saturating_add(message.number()?);
+            message.finish()?;
+        }
+        Ok(sum)
+    }
+}
+
 impl CopyFiles<'_> {
-    /// Copies the files.
+    /// Copies the files. The ranks of a [group](JobOptions::group) divide those of the first batch, rank 0
+    /// copies the others, and its report is that of all.
     ///
     /// # Errors
     ///
@@ -88,20 +114,45 @@ impl CopyFiles<'_> {
         self.check_existing(options).await?;
         let mut report = CopyReport::default();
         for (at, batch) in self.batches.iter().enumerate() {
-            let in_flight = options.parallelism.max(1);
-            let copies = stream::iter(batch).map(|file| self.copy(file, at > 0, options));
-            let mut copies = std::pin::pin!(copies.buffer_unordered(in_flight));
-            while let Some(outcome) = copies.try_next().await? {
-                let (files, bytes) = match outcome {
-                    Outcome::Copied(_) => (&mut report.copied_files, &mut report.copied_bytes),
-                    Outcome::Kept(_) => (&mut report.kept_files, &mut report.kept_bytes),
-                };
-                let (Outcome::Copied(len) | Outcome::Kept(len)) = outcome;
-                *files += 1;
-                *bytes += len;
+            let Some(group) = &options.group else {
+                self.copy_batch(batch, at > 0, options, &mut report).await?;
+                continue;
+            };
+            if at == 0 {
+                // All ranks have seen what was at the target before one of them writes.
+                group.all_gather(Bytes::new()).await?;
+                let byte_lens: Vec<_> = batch.iter().map(|file| file.byte_len).collect();
+                let own = contiguous_share(&byte_lens, group.rank(), group.world_size());
+                let own = batch.get(own).unwrap_or_default();
+                self.copy_batch(own, false, options, &mut report).await?;
+                report = report.of_all_ranks(group).await?;
+            } else if group.is_coordinator() {
+                self.copy_batch(batch, true, options, &mut report).await?;
             }
         }
         Ok(report)
+    }
+
+    async fn copy_batch(
+        &self,
+        batch: &[ObjectMeta],
+        is_index: bool,
+        options: &JobOptions,
+        report: &mut CopyReport,
+    ) -> Result<(), ConvertError> {
+        let copies = stream::iter(batch).map(|file| self.copy(file, is_index, options));
+        let mut copies = std::pin::pin!(copies.buffer_unordered(options.parallelism.max(1)));
+        while let Some(outcome) = copies.try_next().await? {
+            options.check_group()?;
+            let (files, bytes) = match outcome {
+                Outcome::Copied(_) => (&mut report.copied_files, &mut report.copied_bytes),
+                Outcome::Kept(_) => (&mut report.kept_files, &mut report.kept_bytes),
+            };
+            let (Outcome::Copied(len) | Outcome::Kept(len)) = outcome;
+            *files += 1;
+            *bytes += len;
+        }
+        Ok(())
     }
 
     /// Whether a file at the target may only stay as it is.
@@ -135,6 +186,7 @@ impl CopyFiles<'_> {
         is_index: bool,
         options: &JobOptions,
     ) -> Result<Outcome, ConvertError> {
+        options.check_group()?;
         let (key, len) = (&file.key, file.byte_len);
         // Files are copied `parallelism` at a time, and each has two segments in flight.
         let segment = options.segment_bytes(4 * options.parallelism.max(1)).min(16 << 20);

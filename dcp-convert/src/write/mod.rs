@@ -1,6 +1,8 @@
 //! Targets, and the data written to them.
 
 pub(crate) mod division;
+pub(crate) mod on_ranks;
+pub(crate) mod rank_writes;
 pub(crate) mod reshard;
 pub(crate) mod rewrite_metadata;
 pub(crate) mod safetensors_items;

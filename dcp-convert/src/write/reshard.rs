@@ -8,10 +8,9 @@ use std::sync::Arc;
 use dcp_core::checkpoint::DataSource;
 use dcp_core::metadata::{Entry, Layout, ObjectEntry, Placement, TensorEntry};
 use dcp_core::plan::{GlobalPlan, PlanKey, SavePlan, TensorSpec};
-use dcp_core::save_run::{RankWrite, SaveRun};
+use dcp_core::save_run::RankWrite;
 use dcp_core::value::Opaque;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, StorageWriter, Value};
-use dcp_formats::Stop;
 use dcp_formats::torch_object::{decode_object, encode_object};
 use dcp_formats::torch_zip::check_archive;
 use dcp_planner::DefaultSavePlanner;
@@ -20,19 +19,17 @@ use crate::error::ConvertError;
 use crate::foreign_callable::ForeignCallable;
 use crate::integrity::callables;
 use crate::integrity::check::refuse_unsound;
-use crate::integrity::checked_source::{CheckedSource, Verified};
+use crate::integrity::checked_source::CheckedSource;
 use crate::job::JobOptions;
 use crate::read::objects::{ObjectBatches, object_entries};
 use crate::read::tensor_read::TensorReader;
 use crate::source::Source;
 use crate::view::with_quantizers;
 use crate::write::division::{Division, FirstAxis, Owner};
+use crate::write::on_ranks::share_of;
+use crate::write::rank_writes::{NotWritten, begin, byte_lens, commit, write};
 use crate::write::stored_data_source::{CheckpointData, FirstRead, Part};
 use crate::write::written::ConversionReport;
-
-/// Bytes of memory per rank besides its segments: the upload part that the format fills, and the
-/// one in flight.
-const RANK_OVERHEAD: u64 = 40 << 20;
 
 /// Objects with more encoded bytes than this are encoded again when they are written.
 const MADE_AGAIN: usize = 1 << 20;
@@ -49,7 +46,8 @@ pub const MAX_RANKS: u32 = 1 << 16;
 /// axis as FSDP2 does, or along its longest axis if the first is shorter than the number of ranks.
 /// Tensors with fewer elements than ranks stay whole, and objects keep their bytes. Memory is
 /// bounded. Chunks whose parts cannot be compared with their checksums on the way are read again
-/// before the commit, so the new checkpoint never contains damaged data.
+/// before the commit, so the new checkpoint never contains damaged data. The processes of a
+/// [group](JobOptions::group) divide the new files among them, and rank 0 commits.
 ///
 /// # Errors
 ///
@@ -88,10 +86,11 @@ pub async fn divide(
     let job = Job::prepare(&source, writer, &metadata, division, options).await?;
     let (locals, data) = job.all_ranks(division)?;
     let mut global = DefaultSavePlanner::new().global_plan(&locals)?;
-    let total = total_bytes(&global, &locals);
-    let save = SaveRun::begin(writer).await?;
-    let plans = save.place(&locals, &mut global).map_err(ConvertError::unwritable)?;
-    list_as_tensors(&metadata, &mut global.metadata)?;
+    let total = byte_lens(&global, &locals).into_iter().fold(0, u64::saturating_add);
+    let (save, plans) = begin(writer, &locals, &mut global, options).await?;
+    if save.is_some() {
+        list_as_tensors(&metadata, &mut global.metadata)?;
+    }
     let callables = job.callables.clone();
     if options.dry_run {
         return Ok(report(&global, callables)
@@ -102,11 +101,19 @@ pub async fn divide(
     drop(job);
     let writes: Vec<_> =
         plans.into_iter().map(|plan| RankWrite::new(writer, Arc::new(plan))).collect();
-    let (reports, verified) = match write(source, &locals, &writes, data, options).await {
-        Ok(written) => written,
-        Err(error) => {
-            for rank in writes {
-                rank.abandon().await;
+    let own = share_of(options.group.as_ref(), &byte_lens(&global, &locals));
+    let written = write(source, own.clone(), &locals, &writes, data, options).await;
+    let (save, reports, verified) = match (written, save) {
+        (Ok((reports, verified)), Some(save)) => (save, reports, verified),
+        // Rank 0 commits.
+        (Ok(_), None) => return Ok(report(&global, callables)),
+        (Err(NotWritten { error, abandon }), save) => {
+            // Rank 0 also removes what lost ranks wrote.
+            let own = if save.is_some() { 0..writes.len() } else { own };
+            if abandon {
+                for rank in writes.into_iter().take(own.end).skip(own.start) {
+                    rank.abandon().await;
+                }
             }
             return Err(error.into());
         }
@@ -179,45 +186,6 @@ fn planned_files(global: &GlobalPlan) -> Vec<(String, u64)> {
     let mut files: Vec<_> = names.zip(lens).collect();
     files.sort();
     files
-}
-
-/// Makes the checkpoint visible.
-async fn commit(
-    save: SaveRun<'_>,
-    writes: Vec<RankWrite<'_>>,
-    metadata: &CheckpointMetadata,
-    reports: Vec<dcp_core::checkpoint::WriteReport>,
-    _: Verified,
-) -> Result<(), CheckpointError> {
-    save.commit(writes, metadata, reports).await.map(drop)
-}
-
-/// Writes the data of all ranks and checks that none of it is damaged. When it fails, no rank is
-/// still writing.
-async fn write(
-    source: CheckedSource,
-    locals: &[SavePlan],
-    writes: &[RankWrite<'_>],
-    data: Vec<Arc<dyn DataSource>>,
-    options: &JobOptions,
-) -> Result<(Vec<dcp_core::checkpoint::WriteReport>, Verified), CheckpointError> {
-    let at_once = usize::try_from(options.max_memory / RANK_OVERHEAD).unwrap_or(usize::MAX);
-    let at_once = at_once.clamp(1, options.parallelism.max(1));
-    let stop = Stop::new();
-    let writes = locals
-        .iter()
-        .zip(writes)
-        .zip(data)
-        .map(|((local, rank), data)| rank.write(local, stop.guard(data)));
-    let reports = stop.run(writes, at_once).await?;
-    Ok((reports, source.finish().await?))
-}
-
-fn total_bytes(global: &GlobalPlan, locals: &[SavePlan]) -> u64 {
-    let selected = global.selections.iter().zip(locals).flat_map(|(selected, local)| {
-        selected.iter().filter_map(|one| local.item(one.item as usize)).map(|item| item.byte_len)
-    });
-    selected.fold(0, u64::saturating_add)
 }
 
 /// The common input of all ranks' plans.

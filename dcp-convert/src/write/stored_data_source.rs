@@ -124,6 +124,7 @@ impl DataSource for CheckpointData {
         item: usize,
         byte_range: Range<u64>,
     ) -> Result<Payload, CheckpointError> {
+        self.options.check_group()?;
         let len = byte_range.end.saturating_sub(byte_range.start);
         let payload = match self.parts.get(item) {
             Some(Part::Tensor { reader, region, element_bytes }) => {

@@ -8,14 +8,16 @@ use dcp_core::checkpoint::DataSource;
 use dcp_core::storage::{PutMode, StorageExt};
 use dcp_core::{CheckpointError, DType, Key, Payload, Storage, StorageError};
 use dcp_formats::dcp::prepare_tensor_file;
-use dcp_formats::hf::{HfPlan, HfWriteOptions, HfWritten, PendingFolder, prepare_folder};
+use dcp_formats::hf::{HfFile, HfPlan, HfWriteOptions, HfWritten, PendingFolder, choose_folder};
 use dcp_formats::safetensors::{self, SafetensorsItem};
 use dcp_formats::torch_save::TorchSavePlan;
 use dcp_formats::{FileOptions, PendingFile, prepare_headed_file};
 use indexmap::IndexMap;
 
 use crate::error::ConvertError;
+use crate::group::JobGroup;
 use crate::integrity::checked_source::{CheckedSource, Verified};
+use crate::write::on_ranks::{gather_files, same_names, share_of, was_not_exchanged};
 use crate::write::stored_data_source::CheckpointData;
 
 /// A file to write.
@@ -150,34 +152,84 @@ impl Unpublished<'_> {
 pub(crate) struct HfTarget<'a>(pub(crate) &'a Arc<dyn Storage>);
 
 impl<'a> HfTarget<'a> {
-    /// Writes the files of a plan, without the index that makes them a model.
+    /// Writes the files of a plan, without the index that makes them a model. The ranks of a group
+    /// write a part each.
     pub(crate) async fn write(
         self,
         plan: &HfPlan,
         data: Arc<dyn DataSource>,
         how: &'a HfWriteOptions,
+        group: Option<&JobGroup>,
     ) -> Result<UnpublishedFolder<'a>, CheckpointError> {
-        prepare_folder(self.0, plan, data, how, None).await.map(UnpublishedFolder)
+        let folder = choose_folder(self.0, plan, how).await?;
+        let plan = folder.plan();
+        if let Some(group) = group {
+            same_names(group, plan.files.iter().map(|file| &file.name)).await?;
+        }
+        let byte_len = |file: &HfFile| {
+            let parts = file.parts.iter().filter_map(|at| plan.parts.get(*at));
+            let lens = parts.map(|part| {
+                part.shape
+                    .checked_volume()
+                    .unwrap_or(u64::MAX)
+                    .saturating_mul(part.dtype.size() as u64)
+            });
+            lens.fold(0, u64::saturating_add)
+        };
+        let byte_lens: Vec<_> = plan.files.iter().map(byte_len).collect();
+        let share = match group {
+            // It gets its name last, from rank 0.
+            Some(group) if folder.is_single_file() => 0..usize::from(group.is_coordinator()),
+            group => share_of(group, &byte_lens),
+        };
+        let pending = folder.write(data, share, None).await?;
+        Ok(UnpublishedFolder { pending, group: group.cloned() })
     }
 }
 
 /// Complete files of a model that has no index yet.
 #[must_use = "it is not a model until it is published"]
-pub(crate) struct UnpublishedFolder<'a>(PendingFolder<'a>);
+pub(crate) struct UnpublishedFolder<'a> {
+    pending: PendingFolder<'a>,
+    group: Option<JobGroup>,
+}
 
 impl UnpublishedFolder<'_> {
-    /// Publishes the model, if everything read from `source` is undamaged.
+    /// Publishes the model, if everything read from `source` is undamaged. In a group, rank 0 does.
     pub(crate) async fn publish(self, source: CheckedSource) -> Result<HfWritten, CheckpointError> {
         match source.finish().await {
             Ok(verified) => self.publish_verified(verified).await,
             Err(error) => {
-                self.0.abort().await;
+                self.abort().await;
                 Err(error)
             }
         }
     }
 
-    async fn publish_verified(self, _: Verified) -> Result<HfWritten, CheckpointError> {
-        self.0.publish().await
+    async fn publish_verified(mut self, _: Verified) -> Result<HfWritten, CheckpointError> {
+        let Some(group) = self.group.clone() else { return self.pending.publish().await };
+        group.hand_over();
+        match gather_files(&group, self.pending.files()).await {
+            Ok(Some(all)) => {
+                let own: Vec<_> = self.pending.files().iter().map(|(key, _)| key.clone()).collect();
+                self.pending.add(all.into_iter().filter(|(key, _)| !own.contains(key)));
+                self.pending.publish().await
+            }
+            Ok(None) => Ok(HfWritten::default()),
+            Err(error) => {
+                if group.is_coordinator() || was_not_exchanged(&error) {
+                    self.abort().await;
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Removes what was written; rank 0 also removes what lost ranks wrote.
+    async fn abort(self) {
+        match &self.group {
+            Some(group) if group.is_coordinator() => self.pending.abort_all().await,
+            _ => self.pending.abort().await,
+        }
     }
 }

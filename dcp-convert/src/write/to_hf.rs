@@ -20,7 +20,8 @@ const FILE_MEMORY: u64 = 96 << 20;
 
 /// Writes every tensor of a checkpoint, under its FQN, into files that `layout` divides them
 /// into, and an index that names them all. The index appears last, when everything was written
-/// and every stored chunk was found to be what its checksum says.
+/// and every stored chunk was found to be what its checksum says. The processes of a
+/// [group](JobOptions::group) divide the files among them, and rank 0 writes the index.
 ///
 /// # Errors
 ///
@@ -71,7 +72,10 @@ pub async fn to_hf_with(
     }
     options.start(outgoing.byte_len);
     let data = Arc::new(CheckpointData::new(&source, outgoing.parts, options));
-    let folder = HfTarget(folder).write(&plan, data, &how).await.map_err(existing)?;
+    let folder = HfTarget(folder)
+        .write(&plan, data, &how, options.group.as_ref())
+        .await
+        .map_err(existing)?;
     let written = folder.publish(source).await.map_err(existing)?;
     for file in &written.left {
         tracing::warn!(%file, "a file of the replaced model could not be removed");

@@ -18,6 +18,7 @@ mod index_file;
 mod layout;
 mod load;
 mod merge;
+mod pending_folder;
 mod quantized;
 mod rank_writer;
 mod reader;
@@ -33,6 +34,7 @@ pub use finding::{Finding, FindingKind};
 pub use format::HuggingFaceFormat;
 pub use index_file::{INDEX_NAME, IndexFile};
 pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES, SINGLE_NAME};
+pub use pending_folder::PendingFolder;
 pub use quantized::{
     BLOCK, E2M1, QuantScheme, Quantized, config_without_quantization, configured_block,
     find_quantized, names_scales,
@@ -41,8 +43,8 @@ pub use rank_writer::{HfRankWriter, HfRankWriterBuilder};
 pub use reader::{HfReader, HfReaderBuilder};
 pub use sidecar_files::{CONFIG_ASIDE, CONFIG_NAME};
 pub use write::{
-    HfWriteOptions, HfWritten, PendingFolder, file_byte_lens, prepare_folder, refuse_existing,
-    write_folder,
+    ChosenFolder, HfWriteOptions, HfWritten, choose_folder, file_byte_lens, prepare_folder,
+    refuse_existing, write_folder,
 };
 
 /// The ending of safetensors files.

@@ -1,6 +1,5 @@
 //! Writes a folder of safetensors files.
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,16 +8,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::DataSource;
-use dcp_core::storage::{PutMode, StorageExt as _};
-use dcp_core::{CheckpointError, Key, Payload, PlanError, Storage, StorageError, StorageErrorKind};
+use dcp_core::storage::PutMode;
+use dcp_core::{CheckpointError, Key, Payload, PlanError, Storage, StorageError};
 use futures_util::{StreamExt as _, stream};
 use indexmap::IndexMap;
 
 use super::index_file::INDEX_NAME;
-use super::layout::{HfFile, HfPlan, SINGLE_NAME};
+use super::layout::{HfFile, HfPlan};
+use super::pending_folder::{PendingFolder, remove};
 use super::replaced::Old;
 use super::sidecar_files::SidecarFiles;
-use super::single::{Named, SingleFile};
+use super::single::SingleFile;
 use crate::safetensors::{
     RAW, RawTypes, SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, SafetensorsItem,
     ShardingInfo, encode_header, prepare,
@@ -108,146 +108,86 @@ pub async fn prepare_folder<'a>(
     options: &'a HfWriteOptions,
     progress: Option<&ByteProgress>,
 ) -> Result<PendingFolder<'a>, CheckpointError> {
+    let folder = choose_folder(storage, plan, options).await?;
+    let all = 0..folder.plan().files.len();
+    folder.write(data, all, progress).await
+}
+
+/// The first step of [`prepare_folder`]: looks at the folder, writes nothing and chooses names that are
+/// free. Several processes that write a model together all choose before one of them writes.
+///
+/// # Errors
+///
+/// As [`write_folder`] before anything is written.
+pub async fn choose_folder<'a>(
+    storage: &'a Arc<dyn Storage>,
+    plan: &HfPlan,
+    options: &'a HfWriteOptions,
+) -> Result<ChosenFolder<'a>, CheckpointError> {
     let old = Old::look(&**storage, plan).await?;
     old.refuse(plan, options)?;
     let replaces = (old.in_the_way(plan).is_some(), options.overwrite);
     let beside = SidecarFiles::look(&**storage, &options.beside, replaces).await?;
     let plan = old.free_names(plan)?;
-    let job = Job { storage, plan: &plan, data: &data, options, stop: Arc::default() };
-    let (files, single) = match plan.single() {
-        Some(file) => (Vec::new(), Some(job.single(file, progress).await?)),
-        None => match job.run(progress).await {
-            (files, Ok(())) => (files, None),
-            (files, Err(error)) => {
-                remove(&**storage, files.iter().map(|(key, _)| key)).await;
-                return Err(error);
-            }
-        },
-    };
-    Ok(PendingFolder { storage, overwrite: options.overwrite, old, beside, plan, files, single })
+    Ok(ChosenFolder { storage, options, old, beside, plan })
 }
 
-/// Complete files of a model that has no index yet.
-#[must_use = "it is not a model until it is published"]
-pub struct PendingFolder<'a> {
+/// A folder in which the names of a model's files were chosen.
+pub struct ChosenFolder<'a> {
     storage: &'a Arc<dyn Storage>,
-    overwrite: bool,
+    options: &'a HfWriteOptions,
     old: Old,
     beside: SidecarFiles<'a>,
     plan: HfPlan,
-    /// Files that have their names.
-    files: Vec<Done>,
-    /// A single-file model, which gets its name last.
-    single: Option<SingleFile>,
 }
 
-impl fmt::Debug for PendingFolder<'_> {
+impl fmt::Debug for ChosenFolder<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PendingFolder").field("files", &self.files).finish_non_exhaustive()
+        f.debug_struct("ChosenFolder").field("plan", &self.plan).finish_non_exhaustive()
     }
 }
 
-impl PendingFolder<'_> {
-    /// The second half of [`write_folder`]: publishes the model in place of the old one.
+impl<'a> ChosenFolder<'a> {
+    /// The plan, with the chosen names.
+    #[must_use]
+    pub fn plan(&self) -> &HfPlan {
+        &self.plan
+    }
+
+    /// Whether the model is one file, which gets its name last, from the process that wrote it.
+    #[must_use]
+    pub fn is_single_file(&self) -> bool {
+        self.plan.single().is_some()
+    }
+
+    /// Writes the files of these positions of the plan.
     ///
     /// # Errors
     ///
-    /// As [`write_folder`].
-    pub async fn publish(mut self) -> Result<HfWritten, CheckpointError> {
-        let published = match self.single.take() {
-            Some(single) => self.name(single).await,
-            None => self.put_last().await,
+    /// As [`write_folder`]. Everything written is then removed.
+    pub async fn write(
+        self,
+        data: Arc<dyn DataSource>,
+        share: Range<usize>,
+        progress: Option<&ByteProgress>,
+    ) -> Result<PendingFolder<'a>, CheckpointError> {
+        let Self { storage, options, old, beside, plan } = self;
+        let job = Job { storage, plan: &plan, data: &data, options, stop: Arc::default() };
+        let (files, single) = match plan.single() {
+            Some(file) if share.contains(&0) => {
+                (Vec::new(), Some(job.single(file, progress).await?))
+            }
+            Some(_) => (Vec::new(), None),
+            None => match job.run(share, progress).await {
+                (files, Ok(())) => (files, None),
+                (files, Err(error)) => {
+                    remove(&**storage, files.iter().map(|(key, _)| key)).await;
+                    return Err(error);
+                }
+            },
         };
-        let Self { storage, old, mut beside, files, .. } = self;
-        let mut written = HfWritten { files, ..HfWritten::default() };
-        match published {
-            Published::Yes(last) => {
-                let index = last.iter().map(|(key, _)| key).find(|key| key.as_str() == INDEX_NAME);
-                written.index = index.cloned();
-                written.files.extend(last);
-            }
-            Published::No(error) => {
-                beside.undo().await;
-                remove(&**storage, written.files.iter().map(|(key, _)| key)).await;
-                return Err(error);
-            }
-            Published::Unsure(error) => return Err(error),
-        }
-        let new: BTreeSet<Key> = written.files.iter().map(|(key, _)| key.clone()).collect();
-        let mut stale: Vec<&Key> = old.files.iter().filter(|key| !new.contains(*key)).collect();
-        // An index is removed before the files that it names.
-        stale.sort_by_key(|key| key.as_str() != INDEX_NAME);
-        (written.removed, written.left) = remove(&**storage, stale.into_iter()).await;
-        beside.finish().await?;
-        Ok(written)
-    }
-
-    /// Removes the files.
-    pub async fn abort(self) {
-        if let Some(single) = self.single {
-            single.abort().await;
-        }
-        remove(&**self.storage, self.files.iter().map(|(key, _)| key)).await;
-    }
-
-    /// Gives a single-file model its name.
-    async fn name(&mut self, single: SingleFile) -> Published {
-        if let Err(error) = self.beside.prepare().await {
-            single.abort().await;
-            return Published::No(error.into());
-        }
-        let done = single.done();
-        match single.publish(&**self.storage).await {
-            Named::New => Published::Yes(Some(done)),
-            Named::Old(error) => Published::No(error.into()),
-            Named::Unsure(error) => Published::Unsure(error.into()),
-        }
-    }
-
-    /// Writes the index, and removes a single-file model, which loaders would prefer.
-    async fn put_last(&mut self) -> Published {
-        if let Err(error) = self.beside.prepare().await {
-            return Published::No(error.into());
-        }
-        // Without a reference to the folder, whose upload other threads may not share.
-        let json = self.plan.index_json().map(Bytes::from);
-        let published = put_index(&**self.storage, json, self.overwrite).await;
-        let single = self.old.files.iter().find(|key| key.as_str() == SINGLE_NAME);
-        let (Published::Yes(index), Some(single)) = (&published, single) else { return published };
-        let removed = self.storage.delete(std::slice::from_ref(single)).await;
-        let Err(error) = removed else { return published };
-        match self.storage.contains(single).await {
-            Ok(false) => published,
-            // Loaders prefer it, so the old model is still in place.
-            Ok(true) => {
-                remove(&**self.storage, index.iter().map(|(key, _)| key)).await;
-                Published::No(error.into())
-            }
-            Err(_) => Published::Unsure(error.into()),
-        }
-    }
-}
-
-/// Writes the index, if there is one.
-async fn put_index(storage: &dyn Storage, json: Option<Bytes>, overwrite: bool) -> Published {
-    let Some(json) = json else { return Published::Yes(None) };
-    let key = match Key::new(INDEX_NAME) {
-        Ok(key) => key,
-        Err(error) => return Published::No(StorageError::from(error).into()),
-    };
-    let put = |mode| storage.put(&key, Payload::from(json.clone()), mode);
-    let mode = if overwrite { PutMode::Overwrite } else { PutMode::Create };
-    let written = Published::Yes(Some((key.clone(), json.len() as u64)));
-    let Err(error) = put(mode).await else { return written };
-    match storage.read_all(&key).await {
-        // The index exists; writing it again may make it durable.
-        Ok(found) if found == json => match put(PutMode::Overwrite).await {
-            Ok(_) => written,
-            Err(_) => Published::Unsure(error.into()),
-        },
-        Ok(_) => Published::No(error.into()),
-        Err(absent) if absent.kind() == StorageErrorKind::NotFound => Published::No(error.into()),
-        Err(_) => Published::Unsure(error.into()),
+        let overwrite = options.overwrite;
+        Ok(PendingFolder { storage, overwrite, old, beside, plan, files, single })
     }
 }
 
@@ -326,26 +266,17 @@ struct Job<'a> {
 }
 
 /// A file and its size.
-type Done = (Key, u64);
-
-/// The result of publishing.
-enum Published {
-    /// The new model is published, by this file if it is a single one.
-    Yes(Option<Done>),
-    /// The old state remains.
-    No(CheckpointError),
-    /// Published but perhaps not durable; or the result is unknown.
-    Unsure(CheckpointError),
-}
+pub(super) type Done = (Key, u64);
 
 impl Job<'_> {
     /// Returns the files that exist, and the first error.
     async fn run(
         &self,
+        share: Range<usize>,
         progress: Option<&ByteProgress>,
     ) -> (Vec<Done>, Result<(), CheckpointError>) {
-        let writes: Vec<_> =
-            self.plan.files.iter().map(|file| self.write_file(file, progress)).collect();
+        let files = self.plan.files.get(share).unwrap_or_default();
+        let writes: Vec<_> = files.iter().map(|file| self.write_file(file, progress)).collect();
         let mut results = stream::iter(writes).buffered(self.options.parallelism.max(1));
         let (mut done, mut failed) = (Vec::new(), None);
         while let Some(result) = results.next().await {
@@ -433,26 +364,4 @@ impl DataSource for OneFile {
     fn segment_bytes(&self) -> u64 {
         self.data.segment_bytes()
     }
-}
-
-/// Removes files. Returns those removed and those not.
-async fn remove<'a>(
-    storage: &dyn Storage,
-    keys: impl Iterator<Item = &'a Key>,
-) -> (Vec<Key>, Vec<Key>) {
-    let keys = keys.cloned().collect::<Vec<_>>();
-    if storage.delete(&keys).await.is_ok() {
-        return (keys, Vec::new());
-    }
-    let (mut removed, mut left) = (Vec::new(), Vec::new());
-    for key in keys {
-        match storage.delete(std::slice::from_ref(&key)).await {
-            Ok(()) => removed.push(key),
-            Err(error) => {
-                tracing::warn!(file = %key, %error, "cannot remove a file");
-                left.push(key);
-            }
-        }
-    }
-    (removed, left)
 }

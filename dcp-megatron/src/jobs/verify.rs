@@ -79,9 +79,7 @@ pub async fn verify_opened(
         _ => dcp_convert::verify(checkpoint.stored(), deep, job).await?,
     };
     // Rank 0 of a group has what all ranks found.
-    if !job.is_coordinator() {
-        return Ok(report);
-    }
+    let Some(job) = &job.of_coordinator() else { return Ok(report) };
     report.format = checkpoint.format().name().to_owned();
     for damage in checkpoint.damage() {
         let known = report.problems.iter().any(|problem| damage.contains(&*problem.message));

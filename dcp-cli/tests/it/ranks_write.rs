@@ -1,0 +1,192 @@
+//! Conversions that several ranks share: the same files as one process writes, or none.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use dcp::DType;
+use dcp::formats::safetensors::{SafetensorsItem, encode_header};
+
+use crate::ranks::on_ranks;
+use crate::support::{Run, copy_of, dcp, fixtures};
+
+/// The files below a folder, or the file itself, by name.
+fn files(path: &Path) -> BTreeMap<String, Vec<u8>> {
+    let mut all = BTreeMap::new();
+    let mut open = vec![path.to_owned()];
+    while let Some(next) = open.pop() {
+        if next.is_dir() {
+            open.extend(fs::read_dir(next).unwrap().map(|entry| entry.unwrap().path()));
+        } else if next.exists() {
+            let name = next.strip_prefix(path).unwrap().display().to_string();
+            all.insert(name, fs::read(next).unwrap());
+        }
+    }
+    all
+}
+
+/// Runs `command SOURCE TARGET options` by one process and by several, and compares what they print and
+/// write.
+#[track_caller]
+fn writes_the_same(command: &str, source: &str, options: &[&str]) {
+    let folder = tempfile::tempdir().unwrap();
+    let name = if options.contains(&"torch-save") { "target.pt" } else { "target" };
+    let args = |target: &str| -> Vec<String> {
+        let args = [command, source, target, "--json"].into_iter().chain(options.iter().copied());
+        args.map(ToOwned::to_owned).collect()
+    };
+    let parent = |who: &str| {
+        let parent = folder.path().join(who);
+        fs::create_dir_all(&parent).unwrap();
+        parent.join(name)
+    };
+    let target = parent("alone");
+    let said = dcp(args(target.to_str().unwrap())).json();
+    let alone = files(&target);
+    assert!(!alone.is_empty());
+    for world_size in 1..=4 {
+        let target = parent(&format!("by-{world_size}"));
+        let args = args(target.to_str().unwrap());
+        let together: Vec<&str> = args.iter().map(String::as_str).collect();
+        assert_eq!(on_ranks(world_size, &together).json(), said, "{args:?} by {world_size}");
+        let together = files(&target);
+        let names = |files: &BTreeMap<String, Vec<u8>>| files.keys().cloned().collect::<Vec<_>>();
+        assert_eq!(names(&together), names(&alone), "{args:?} by {world_size}");
+        for (name, bytes) in &together {
+            assert!(*bytes == alone[name], "{name} differs: {args:?} by {world_size}");
+        }
+    }
+}
+
+fn pytorch(name: &str) -> String {
+    fixtures().join(name).display().to_string()
+}
+
+fn megatron(name: &str) -> String {
+    dcp_testing::fixture("megatron").join(name).display().to_string()
+}
+
+#[test]
+fn ranks_reshard_as_one_process_does() {
+    writes_the_same("reshard", &pytorch("fsdp2_adam_2r"), &["--ranks", "5"]);
+    writes_the_same("reshard", &pytorch("tp_fsdp_2x2"), &["--ranks", "3", "--no-optimizer"]);
+    writes_the_same("reshard", &megatron("gpt_tp2pp2_swiglu/ckpt"), &["--tp", "4", "--pp", "1"]);
+}
+
+#[test]
+fn ranks_convert_as_one_process_does() {
+    let source = pytorch("fsdp2_adam_2r");
+    writes_the_same("convert", &source, &["--to", "dcp", "--ranks", "3", "--dtype", "bf16"]);
+    let split = ["--to", "hf", "--max-shard-size", "16KiB", "--dtype", "bf16"];
+    writes_the_same("convert", &source, &split);
+    writes_the_same("convert", &source, &["--to", "safetensors"]);
+    writes_the_same("convert", &source, &["--to", "torch-save"]);
+}
+
+#[test]
+fn ranks_convert_megatron_as_one_process_does() {
+    let folder = tempfile::tempdir().unwrap();
+    let hf = folder.path().join("hf").display().to_string();
+    let run = megatron("run_torch_dist_dp2");
+    writes_the_same("convert", &run, &["--to", "hf", "--max-shard-size", "64KiB"]);
+    dcp(["convert", &run, &hf, "--to", "hf"]).ok();
+    writes_the_same("convert", &hf, &["--to", "torch-dist", "--tp", "2", "--integrity"]);
+}
+
+#[test]
+fn ranks_copy_as_one_process_does() {
+    writes_the_same("copy", &pytorch("fsdp2_adam_2r"), &[]);
+    writes_the_same("copy", &megatron("run_torch_dist_dp2"), &["--lengths"]);
+}
+
+#[test]
+fn ranks_replace_what_is_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let (alone, together) = (folder.path().join("alone"), folder.path().join("together"));
+    let (old, new) = (pytorch("tp_fsdp_2x2"), pytorch("fsdp2_adam_2r"));
+    for format in [&["--to", "dcp", "--ranks", "4"][..], &["--to", "hf"]] {
+        for target in [&alone, &together] {
+            let target = target.to_str().unwrap();
+            dcp([&["convert", &old, target][..], format].concat()).ok();
+        }
+        let args = |target: &Path| {
+            let target = target.to_str().unwrap().to_owned();
+            let args = ["convert", &new, &target, "--overwrite"].map(ToOwned::to_owned);
+            [&args[..], &format.iter().map(|&arg| arg.to_owned()).collect::<Vec<_>>()].concat()
+        };
+        dcp(args(&alone)).ok();
+        let together_args = args(&together);
+        let args: Vec<&str> = together_args.iter().map(String::as_str).collect();
+        on_ranks(3, &args).ok();
+        assert_eq!(files(&together), files(&alone), "{format:?}");
+        fs::remove_dir_all(&alone).unwrap();
+        fs::remove_dir_all(&together).unwrap();
+    }
+}
+
+/// A checkpoint of one chunk of 8 MiB.
+fn one_chunk(folder: &Path) -> String {
+    let name = "weight".into();
+    let item = SafetensorsItem { name, dtype: DType::Float32, shape: [1 << 11, 1 << 10].into() };
+    let mut file = encode_header(&[item], &Default::default()).unwrap().bytes.to_vec();
+    file.extend((0..8_u32 << 20).map(|at| (at.wrapping_mul(2_654_435_761) >> 24) as u8));
+    let model = folder.join("model.safetensors");
+    fs::write(&model, file).unwrap();
+    let checkpoint = folder.join("checkpoint").display().to_string();
+    dcp(["convert", model.to_str().unwrap(), &checkpoint, "--to", "dcp"]).ok();
+    checkpoint
+}
+
+#[test]
+fn a_chunk_that_several_ranks_read_is_compared_with_its_checksum() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = one_chunk(folder.path());
+    writes_the_same("reshard", &source, &["--ranks", "8"]);
+    let data = Path::new(&source).join("__0_0.distcp");
+    let mut bytes = fs::read(&data).unwrap();
+    let middle = bytes.len() / 3;
+    bytes[middle] ^= 1;
+    fs::write(&data, bytes).unwrap();
+    for world_size in 1..=4 {
+        let target = folder.path().join("target");
+        let args = ["reshard", &source, target.to_str().unwrap(), "--ranks", "8"];
+        on_ranks(world_size, &args).fails(1, &["weight", "the data is damaged"]);
+        assert_eq!(files(&target).keys().collect::<Vec<_>>(), [""; 0], "by {world_size}");
+    }
+}
+
+/// A copy of a fixture in which every data file is damaged, in the middle of what is stored.
+fn damaged() -> tempfile::TempDir {
+    let folder = copy_of("fsdp2_adam_2r");
+    for (name, mut bytes) in files(folder.path()) {
+        if name.ends_with(".distcp") {
+            let at = bytes.len() / 2;
+            bytes[at..at + 2048].iter_mut().for_each(|byte| *byte ^= 0x11);
+            fs::write(folder.path().join(name), bytes).unwrap();
+        }
+    }
+    folder
+}
+
+#[test]
+fn damage_that_one_rank_reads_leaves_no_target_on_any() {
+    let source = damaged();
+    let source = source.path().to_str().unwrap();
+    let commands: [&[&str]; 3] = [
+        &["reshard", "--ranks", "7"],
+        &["convert", "--to", "dcp"],
+        &["convert", "--to", "hf", "--everything", "--max-shard-size", "16KiB"],
+    ];
+    for command in commands {
+        for world_size in 1..=4 {
+            let folder = tempfile::tempdir().unwrap();
+            let target = folder.path().join("target");
+            let mut args = vec![command[0], source, target.to_str().unwrap()];
+            args.extend(&command[1..]);
+            let run: Run = on_ranks(world_size, &args);
+            let rank = if world_size > 1 { "rank " } else { "" };
+            run.fails(1, &[rank, "distcp", "verify --deep"]);
+            assert_eq!(files(&target).keys().collect::<Vec<_>>(), [""; 0], "{args:?}");
+        }
+    }
+}

@@ -167,6 +167,10 @@ impl Blob {
         }
     }
 
+    pub(super) fn is_quantized(&self) -> bool {
+        matches!(&self.content, Content::Tensor { dtype, .. } if dtype.is_quantized())
+    }
+
     /// Runs of bytes to read that follow each other in the chunk; 0 for an object.
     pub(super) fn runs(&self) -> u64 {
         let Content::Tensor { sizes, targets, .. } = &self.content else { return 0 };

@@ -138,6 +138,9 @@ fn elements<'a>(
         }
         return Ok(Elements::InOrder(Cow::Borrowed(bytes)));
     }
+    if blob.is_quantized() {
+        compare_saved_object(saved, blob, bytes)?;
+    }
     let tensor = TensorBlob::parse(&Sparse::whole(bytes))?.ready()?;
     blob.check_layout(tensor.layout())?;
     let mut record = tensor.storage().clone();

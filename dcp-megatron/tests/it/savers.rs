@@ -32,7 +32,11 @@ fn of_two_savers_stopped_at_any_step_one_wins_and_its_checkpoint_is_whole() {
             let first = block_on(late).map(|_| ());
             let outcomes = [first, second];
             for error in outcomes.iter().filter_map(|outcome| outcome.as_ref().err()) {
-                assert!(error_chain(error).contains("another writer"), "{}", error_chain(error));
+                // The late saver may look at the folder before it holds the claim. Then the file that it
+                // creates is one of the other saver's.
+                let chain = error_chain(error);
+                let refusals = ["another writer", "it exists already"];
+                assert!(refusals.iter().any(|refusal| chain.contains(refusal)), "{chain}");
                 refused += 1;
             }
             let (_, winner) = load(&memory).unwrap_or_else(|| panic!("stopped at {stop}"));

@@ -82,7 +82,7 @@ pub struct HfWritten {
 /// # Errors
 ///
 /// Without [`HfWriteOptions::overwrite`] when there is a model, before anything is written
-/// ([`AlreadyExists`](StorageErrorKind::AlreadyExists)); when a header cannot be encoded; when the
+/// ([`AlreadyExists`](dcp_core::StorageErrorKind::AlreadyExists)); when a header cannot be encoded; when the
 /// data or the storage fails. Everything written is then removed, unless the new index is or may be
 /// in place: then nothing that it names is removed.
 pub async fn write_folder(

@@ -1,6 +1,8 @@
 //! How the items of a file are compressed, in builds with and without zstd.
 
-use dcp_core::metadata::{Encoding, Layout};
+use dcp_core::metadata::Encoding;
+#[cfg(feature = "zstd")]
+use dcp_core::metadata::Layout;
 
 #[cfg(feature = "zstd")]
 use super::zstd_encoder::{Zstd, frame_len_max};

@@ -21,6 +21,7 @@
 mod chunk_crcs;
 mod crc_parts;
 pub mod dcp;
+mod expansion;
 mod folder_contents;
 mod formats;
 mod headed_file;

@@ -6,6 +6,7 @@ use dcp_core::metadata::Layout;
 
 #[cfg(feature = "zstd")]
 use super::zstd_encoder::{Zstd, frame_len_max};
+use crate::expansion::ItemKind;
 use crate::upload::ItemEncoder;
 
 /// The compression of a writer.
@@ -18,14 +19,28 @@ pub(super) enum Compression {
 }
 
 impl Compression {
-    /// The encoding of items.
-    pub(super) fn encoding(self) -> Encoding {
+    /// The encodings of items: first the usual one, then that of items that are not compressed.
+    pub(super) fn encodings(self) -> Vec<Encoding> {
         match self {
-            Self::None => Encoding::default(),
+            Self::None => vec![Encoding::default()],
             #[cfg(feature = "zstd")]
             Self::Zstd(_) => {
-                Encoding::new(Layout::TorchArchive).with_transforms(["stream.zstd/1".into()])
+                let zstd = Encoding::new(Layout::TorchArchive);
+                vec![zstd.with_transforms(["stream.zstd/1".into()]), Encoding::default()]
             }
+        }
+    }
+
+    /// The position in [`encodings`](Self::encodings) of the encoding of an item of `byte_len` bytes.
+    /// Items that no reader would decompress are not compressed.
+    pub(super) fn encoding_of(self, kind: ItemKind, byte_len: u64) -> u16 {
+        match self {
+            Self::None => {
+                let _ = (kind, byte_len);
+                0
+            }
+            #[cfg(feature = "zstd")]
+            Self::Zstd(_) => kind.stored_min(byte_len).is_none().into(),
         }
     }
 
@@ -47,15 +62,35 @@ impl Compression {
         }
     }
 
-    /// The encoder of a file whose items have the lengths that `lens` returns.
-    pub(super) fn encoder(self, lens: impl FnOnce() -> Vec<u64>) -> Option<Box<dyn ItemEncoder>> {
+    /// The encoder of a file whose items have the kinds and lengths that `items` returns.
+    pub(super) fn encoder(
+        self,
+        items: impl FnOnce() -> Vec<(ItemKind, u64)>,
+    ) -> Option<Box<dyn ItemEncoder>> {
         match self {
             Self::None => {
-                drop(lens);
+                drop(items);
                 None
             }
             #[cfg(feature = "zstd")]
-            Self::Zstd(zstd) => Some(Box::new(zstd.encoder(lens()))),
+            Self::Zstd(zstd) => Some(Box::new(zstd.encoder(items()))),
         }
+    }
+}
+
+#[cfg(all(test, feature = "zstd"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_object_that_no_reader_decompresses_is_not_compressed() {
+        let zstd = Compression::Zstd(Zstd::new());
+        let encoding = |kind, byte_len| {
+            zstd.encodings()[usize::from(zstd.encoding_of(kind, byte_len))].clone()
+        };
+        for (kind, byte_len) in [(ItemKind::Object, 1 << 30), (ItemKind::Chunk, 1 << 40)] {
+            assert_eq!(encoding(kind, byte_len), zstd.encodings()[0]);
+        }
+        assert_eq!(encoding(ItemKind::Object, (1 << 30) + 1), Encoding::default());
     }
 }

@@ -7,13 +7,15 @@ use dcp_core::metadata::{Encoding, Entry, FileId, Placement};
 use dcp_core::plan::{GlobalPlan, SavePlan, SelectedItem, WriteItem, WriteOrder, WritePlan};
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, Dims, Key, PlanError, StorageError};
 
+use super::compression::Compression;
 use super::names::data_file;
 use super::split::{FileLayout, ItemSize};
 use super::write::encoded_len;
+use crate::expansion::ItemKind;
 
 pub(super) fn place(
     layout: FileLayout,
-    encoding: &Encoding,
+    compression: Compression,
     generation: u64,
     locals: &[SavePlan],
     global: &mut GlobalPlan,
@@ -24,6 +26,7 @@ pub(super) fn place(
         let made_by = "the planner".to_owned();
         return Err(PlanError::PlanCount { made_by, expected, found }.into());
     }
+    let encodings = compression.encodings();
     let mut lens = Lengths::default();
     let mut plans = Vec::with_capacity(locals.len());
     for (rank, (local, selected)) in locals.iter().zip(&*selections).enumerate() {
@@ -31,7 +34,7 @@ pub(super) fn place(
             .iter()
             .map(|selected| lens.size(item(local, selected)?))
             .collect::<Result<Vec<_>, CheckpointError>>()?;
-        let mut plan = WritePlan { encodings: vec![encoding.clone()], ..WritePlan::default() };
+        let mut plan = WritePlan { encodings: encodings.clone(), ..WritePlan::default() };
         for (n, items) in layout.split(&sizes).into_iter().enumerate() {
             let key = data_file(rank, n, generation).map_err(StorageError::from)?;
             let file = FileId::from_index(plan.files.len()).ok_or_else(too_many)?;
@@ -41,10 +44,13 @@ pub(super) fn place(
                     continue;
                 };
                 let end = at.checked_add(size.byte_len).ok_or_else(too_many)?;
+                let number = compression.encoding_of(ItemKind::of(size.is_tensor), size.byte_len);
                 let placement =
-                    Placement { file, encoding: 0, byte_offset: at, byte_len: size.byte_len };
+                    Placement { file, encoding: number, byte_offset: at, byte_len: size.byte_len };
                 plan.orders.push(WriteOrder { item: selected.item, placement });
-                record(metadata, selected, &key, encoding, placement)?;
+                if let Some(encoding) = encodings.get(usize::from(number)) {
+                    record(metadata, selected, &key, encoding, placement)?;
+                }
                 at = end;
             }
             plan.files.push(key);

@@ -273,8 +273,9 @@ impl DcpReaderBuilder {
 
     /// The memory for what cannot be read straight into place, in bytes; 64 MiB by default. A
     /// tensor that must be read whole (compressed, transposed) may exceed it. A compressed item may
-    /// expand to this size or to 256 times its stored size, whichever is larger; a chunk also to 1
-    /// GiB or twice the requested bytes. Larger items are errors.
+    /// expand to this size, to 64 MiB or to 256 times its stored size, whichever is larger; a chunk
+    /// also to 1 GiB or twice the requested bytes, an object to no more than 1 GiB. Larger items are
+    /// errors; `DcpWriterBuilder::zstd` writes none.
     pub fn scratch_bytes(mut self, bytes: u64) -> Self {
         self.reader.scratch_bytes = bytes;
         self

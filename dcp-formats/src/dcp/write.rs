@@ -10,6 +10,7 @@ use dcp_core::plan::{SavePlan, WritePlan};
 use dcp_core::{CheckpointError, DType, FormatError, Key, PlanError, Storage};
 
 use super::compression::Compression;
+use crate::expansion::ItemKind;
 use crate::torch_tensor::TensorLayout;
 use crate::torch_zip::{ArchiveEncoder, RecordSet};
 use crate::upload::{
@@ -92,6 +93,12 @@ struct Archive {
     byte_len: u64,
 }
 
+impl Archive {
+    fn kind_and_len(&self) -> (ItemKind, u64) {
+        (ItemKind::of(self.tensor.is_some()), self.byte_len)
+    }
+}
+
 impl FileJob {
     /// The files of a plan. Fails unless its placements agree with the lengths of its items.
     pub(super) fn for_plan(
@@ -100,7 +107,7 @@ impl FileJob {
         checksums: bool,
         compression: Compression,
     ) -> Result<Vec<Self>, CheckpointError> {
-        let encoding = compression.encoding();
+        let encodings = compression.encodings();
         let mut jobs: Vec<Self> = plan
             .files
             .iter()
@@ -121,7 +128,16 @@ impl FileJob {
                 let fqn = item.key.fqn.to_string();
                 CheckpointError::from(PlanError::Misplaced { fqn, problem })
             };
-            if plan.encodings.get(usize::from(placement.encoding)) != Some(&encoding) {
+            let (byte_len, tensor) = match &item.key.tensor {
+                None => (item.byte_len, None),
+                Some(spec) => {
+                    let len = encoded_len(&item.key.fqn, spec.dtype, item.sizes)?;
+                    (len, Some((spec.dtype, item.sizes.into())))
+                }
+            };
+            let kind = ItemKind::of(tensor.is_some());
+            let encoding = encodings.get(usize::from(compression.encoding_of(kind, byte_len)));
+            if plan.encodings.get(usize::from(placement.encoding)) != encoding {
                 let problem = "its encoding is not the one of this rank's writer; all ranks need \
                                the same options"
                     .to_owned();
@@ -130,13 +146,6 @@ impl FileJob {
             let job = jobs
                 .get_mut(placement.file.index())
                 .ok_or_else(|| misplaced("the plan does not have its file".to_owned()))?;
-            let (byte_len, tensor) = match &item.key.tensor {
-                None => (item.byte_len, None),
-                Some(spec) => {
-                    let len = encoded_len(&item.key.fqn, spec.dtype, item.sizes)?;
-                    (len, Some((spec.dtype, item.sizes.into())))
-                }
-            };
             if placement.byte_offset != job.byte_len || placement.byte_len != byte_len {
                 return Err(misplaced(format!(
                     "it is planned at {}+{} of {:?}, and written at {}+{byte_len}",
@@ -253,7 +262,7 @@ impl Framing for Archives {
     }
 
     fn encoder(&self) -> Option<Box<dyn ItemEncoder>> {
-        self.compression.encoder(|| self.items.iter().map(|item| item.byte_len).collect())
+        self.compression.encoder(|| self.items.iter().map(Archive::kind_and_len).collect())
     }
 
     fn stored(&self, position: usize, range: Range<u64>) {

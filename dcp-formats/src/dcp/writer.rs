@@ -190,7 +190,7 @@ impl DcpWriterBuilder {
         self
     }
 
-    /// Compresses every item with zstd. All ranks need the same setting. The default is none, as in
+    /// Compresses items with zstd. All ranks need the same setting. The default is none, as in
     /// PyTorch.
     ///
     /// The lengths of items are then not known before they are written: each rank reports them to
@@ -296,7 +296,7 @@ impl StorageWriter for DcpWriter {
         global: &mut GlobalPlan,
     ) -> Result<Vec<WritePlan>, CheckpointError> {
         let Options { layout, compression, .. } = &self.options;
-        place::place(*layout, &compression.encoding(), session.generation, locals, global)
+        place::place(*layout, *compression, session.generation, locals, global)
     }
 
     fn renamed(&self, file: &Key, generation: u64) -> Result<Key, CheckpointError> {

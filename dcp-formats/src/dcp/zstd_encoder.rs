@@ -6,17 +6,24 @@ use bytes::Bytes;
 use dcp_core::FormatError;
 use zstd::stream::raw::{CParameter, Encoder, InBuffer, Operation as _, OutBuffer};
 
+use crate::expansion::ItemKind;
 use crate::upload::ItemEncoder;
 
 /// Bytes of output at a time.
 const OUTPUT_BYTES: usize = 128 << 10;
+/// The first bytes of a skippable frame, before the length of its content.
+const SKIPPABLE: [u8; 4] = 0x184D_2A50_u32.to_le_bytes();
 
-/// Compression of every item with zstd: the stream extension `ZStandard` of PyTorch 2.7 and later,
-/// which loads what was written without any option.
+/// Compression of items with zstd: the stream extension `ZStandard` of PyTorch 2.7 and later, which
+/// loads what was written without any option.
 ///
 /// An item is one frame, with its length and an XXH64 checksum of its content. A rank compresses one
 /// item at a time, in 16 MiB at level 3. A reader decompresses a whole item even if it needs a part
 /// of it.
+///
+/// Readers refuse bytes that expand without a limit. So an object of more than 64 MiB or a chunk of
+/// more than 1 GiB that shrinks more than 256 times gets a skippable frame after its own, which makes
+/// it as long as the 256th part of what it contains. An object of more than 1 GiB is not compressed.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -70,9 +77,10 @@ impl Zstd {
         (level << 8 | u64::from(self.threads)) << 1 | 1
     }
 
-    /// The encoder of a file with items of these lengths in bytes.
-    pub(super) fn encoder(self, lens: Vec<u64>) -> ZstdEncoder {
-        ZstdEncoder { options: self, lens, encoder: None, output: Vec::new() }
+    /// The encoder of a file with items of these kinds and lengths in bytes.
+    pub(super) fn encoder(self, items: Vec<(ItemKind, u64)>) -> ZstdEncoder {
+        let (current, output) = (Current::default(), Vec::new());
+        ZstdEncoder { options: self, items, current, encoder: None, output }
     }
 }
 
@@ -84,9 +92,19 @@ pub(super) fn frame_len_max(byte_len: u64) -> u64 {
 /// Makes a frame of each item of a file.
 pub(super) struct ZstdEncoder {
     options: Zstd,
-    lens: Vec<u64>,
+    items: Vec<(ItemKind, u64)>,
+    current: Current,
     encoder: Option<Encoder<'static>>,
     output: Vec<u8>,
+}
+
+/// The item that is being encoded.
+#[derive(Debug, Default)]
+struct Current {
+    /// The minimum length of its frames in bytes; `None` if it is not compressed.
+    stored_min: Option<u64>,
+    /// The bytes of its frames so far.
+    stored: u64,
 }
 
 impl ZstdEncoder {
@@ -110,6 +128,7 @@ impl ZstdEncoder {
         let mut output = std::mem::take(&mut self.output);
         output.reserve_exact(OUTPUT_BYTES);
         let left = step(self.encoder()?, &mut OutBuffer::around(&mut output)).map_err(failed)?;
+        self.current.stored += output.len() as u64;
         if output.len() * 2 > OUTPUT_BYTES {
             output.shrink_to_fit();
             out(output.into());
@@ -122,22 +141,49 @@ impl ZstdEncoder {
         }
         Ok(left)
     }
+
+    /// Passes on skippable frames until the item has its minimum length.
+    fn pad(&mut self, stored_min: u64, out: &mut dyn FnMut(Bytes)) {
+        let zeros = Bytes::from(vec![0; OUTPUT_BYTES]);
+        while self.current.stored < stored_min {
+            let missing = (stored_min - self.current.stored).saturating_sub(8);
+            let len = u32::try_from(missing).unwrap_or(u32::MAX);
+            out(Bytes::from([SKIPPABLE, len.to_le_bytes()].concat()));
+            let mut left = len as usize;
+            while left > 0 {
+                let part = zeros.slice(0..left.min(OUTPUT_BYTES));
+                left -= part.len();
+                out(part);
+            }
+            self.current.stored += 8 + u64::from(len);
+        }
+    }
 }
 
 impl ItemEncoder for ZstdEncoder {
     fn begin(&mut self, position: usize) -> Result<(), FormatError> {
-        let len = self.lens.get(position).copied();
+        let Some(&(kind, len)) = self.items.get(position) else {
+            return Err(FormatError::new("zstd stream", "no such item was announced"));
+        };
+        self.current = Current { stored_min: kind.stored_min(len), stored: 0 };
+        if self.current.stored_min.is_none() {
+            return Ok(());
+        }
         let mut encoder = match self.encoder.take() {
             Some(encoder) => encoder,
             None => Self::start(self.options).map_err(failed)?,
         };
         encoder.reinit().map_err(failed)?;
-        encoder.set_pledged_src_size(len).map_err(failed)?;
+        encoder.set_pledged_src_size(Some(len)).map_err(failed)?;
         self.encoder = Some(encoder);
         Ok(())
     }
 
     fn push(&mut self, bytes: &[u8], out: &mut dyn FnMut(Bytes)) -> Result<(), FormatError> {
+        if self.current.stored_min.is_none() {
+            bytes.chunks(OUTPUT_BYTES).for_each(|part| out(Bytes::copy_from_slice(part)));
+            return Ok(());
+        }
         let mut input = InBuffer::around(bytes);
         while input.pos() < bytes.len() {
             self.step(out, |encoder, output| encoder.run(&mut input, output))?;
@@ -146,7 +192,9 @@ impl ItemEncoder for ZstdEncoder {
     }
 
     fn finish(&mut self, out: &mut dyn FnMut(Bytes)) -> Result<(), FormatError> {
+        let Some(stored_min) = self.current.stored_min else { return Ok(()) };
         while self.step(out, |encoder, output| encoder.finish(output, true))? > 0 {}
+        self.pad(stored_min, out);
         Ok(())
     }
 }
@@ -169,8 +217,12 @@ mod tests {
         (0..len).map(|_| next(&mut state) & mask).collect()
     }
 
+    fn chunks(items: &[Vec<u8>]) -> Vec<(ItemKind, u64)> {
+        items.iter().map(|item| (ItemKind::Chunk, item.len() as u64)).collect()
+    }
+
     fn encode(options: Zstd, items: &[Vec<u8>], at_once: usize) -> Vec<Vec<u8>> {
-        let mut encoder = options.encoder(items.iter().map(|item| item.len() as u64).collect());
+        let mut encoder = options.encoder(chunks(items));
         let encode = |(position, item): (usize, &Vec<u8>)| {
             let mut frame = Vec::new();
             let mut out = |bytes: Bytes| {
@@ -221,7 +273,7 @@ mod tests {
 
     #[test]
     fn an_item_of_another_length_than_announced_is_an_error() {
-        let mut encoder = Zstd::new().encoder(vec![5]);
+        let mut encoder = Zstd::new().encoder(vec![(ItemKind::Chunk, 5)]);
         encoder.begin(0).unwrap();
         let pushed = encoder.push(b"abc", &mut drop);
         assert!(pushed.and_then(|()| encoder.finish(&mut drop)).is_err());
@@ -229,5 +281,45 @@ mod tests {
         encoder.begin(0).unwrap();
         encoder.push(b"abcde", &mut drop).unwrap();
         encoder.finish(&mut drop).unwrap();
+    }
+
+    #[test]
+    fn an_item_that_shrinks_too_far_is_padded_with_what_decoders_skip() {
+        let zeros = vec![0; 1 << 20];
+        let pieces = |len: usize| (0..len >> 20).map(|_| &*zeros);
+        for (kind, len, is_padded) in [
+            (ItemKind::Object, 64 << 20, false),
+            (ItemKind::Object, 65 << 20, true),
+            (ItemKind::Chunk, 65 << 20, false),
+        ] {
+            let mut encoder = Zstd::new().encoder(vec![(kind, len as u64)]);
+            let mut stored = Vec::new();
+            let mut out = |bytes: Bytes| stored.extend_from_slice(&bytes);
+            encoder.begin(0).unwrap();
+            pieces(len).for_each(|piece| encoder.push(piece, &mut out).unwrap());
+            encoder.finish(&mut out).unwrap();
+            assert_eq!(stored.len() * 256 >= len, is_padded, "{} of {len}", stored.len());
+            assert!(stored.len() as u64 <= frame_len_max(len as u64));
+            let decoded = zstd::stream::decode_all(&*stored).unwrap();
+            assert!(decoded.len() == len && decoded.iter().all(|byte| *byte == 0));
+        }
+    }
+
+    #[test]
+    fn an_object_that_no_reader_decompresses_is_passed_on() {
+        let len = (1 << 30) + 1;
+        let mut encoder = Zstd::new().encoder(vec![(ItemKind::Object, len), (ItemKind::Chunk, 3)]);
+        let mut stored = Vec::new();
+        let mut out = |bytes: Bytes| stored.extend_from_slice(&bytes);
+        let bytes = noise(300_000, 3);
+        encoder.begin(0).unwrap();
+        encoder.push(&bytes, &mut out).unwrap();
+        encoder.finish(&mut out).unwrap();
+        encoder.begin(1).unwrap();
+        encoder.push(b"abc", &mut out).unwrap();
+        encoder.finish(&mut out).unwrap();
+        let frame = stored.split_off(bytes.len());
+        assert_eq!(stored, bytes);
+        assert_eq!(zstd::stream::decode_all(&*frame).unwrap(), b"abc");
     }
 }

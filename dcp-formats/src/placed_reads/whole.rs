@@ -11,17 +11,11 @@ use super::blobs::{Blob, Content};
 use super::pieces::{Pieces, ScatterError, fill, scatter};
 use super::transform::undo;
 use super::{Context, SavedCrcs, compare_saved, compare_saved_object};
+use crate::expansion::ItemKind;
 use crate::torch_object::decode_object;
 use crate::torch_tensor::{ByteOrder, TensorBlob, TensorLayout};
 use crate::torch_zip::{Method, Sparse};
 
-/// The size to which a chunk may always be decompressed, even if only a part of it is needed.
-const CHUNK_MAX: u64 = 1 << 30;
-/// The maximum size of an object, compressed or not, in bytes.
-const OBJECT_MAX: u64 = 1 << 30;
-/// The maximum ratio of decompressed to stored size beyond the fixed limits. Only near-zero data
-/// exceeds it.
-const EXPANSION_MAX: u64 = 256;
 /// The maximum size of an archive without the elements of its tensor.
 const ARCHIVE_EXTRA: u64 = 1 << 20;
 
@@ -54,7 +48,8 @@ fn deliver(
     let transforms = &blob.encoding.transforms;
     match &blob.content {
         Content::Object { items } => {
-            let bytes = match undo(&stored, transforms, object_limit(ctx, stored.len() as u64)) {
+            let limit = ItemKind::Object.expanded_max(stored.len() as u64, ctx.scratch);
+            let bytes = match undo(&stored, transforms, limit) {
                 Ok(Cow::Borrowed(_)) => stored.clone(),
                 Ok(Cow::Owned(bytes)) => bytes.into(),
                 Err(error) => return Err(blob.locate(error)),
@@ -67,7 +62,7 @@ fn deliver(
             }
         }
         Content::Tensor { sizes, targets, .. } => {
-            let limit = tensor_limit(ctx, blob).map_err(|error| blob.locate(error))?;
+            let limit = chunk_limit(ctx, blob).map_err(|error| blob.locate(error))?;
             let bytes = undo(&stored, transforms, limit).map_err(|error| blob.locate(error))?;
             let elements =
                 elements(ctx, saved, blob, &bytes, limit).map_err(|error| blob.locate(error))?;
@@ -94,22 +89,12 @@ fn deliver(
     Ok(())
 }
 
-/// The maximum size of a decompressed object, in bytes.
-fn object_limit(ctx: &Context, stored: u64) -> u64 {
-    stored.saturating_mul(EXPANSION_MAX).max(ctx.scratch).min(OBJECT_MAX)
-}
-
 /// The maximum size of a decompressed chunk, in bytes: its size in the metadata, if the requested
 /// memory or the stored bytes make that plausible.
-fn tensor_limit(ctx: &Context, blob: &Blob) -> Result<u64, FormatError> {
-    let Content::Tensor { targets, .. } = &blob.content else { return Ok(OBJECT_MAX) };
-    let (raw, stored) = (blob.raw_len(), blob.placement.byte_len);
-    let wanted = targets.iter().map(|target| target.byte_len).fold(0, u64::saturating_add);
-    let most = stored
-        .saturating_mul(EXPANSION_MAX)
-        .max(wanted.saturating_mul(2))
-        .max(ctx.scratch)
-        .max(CHUNK_MAX);
+fn chunk_limit(ctx: &Context, blob: &Blob) -> Result<u64, FormatError> {
+    let (raw, stored, wanted) = (blob.raw_len(), blob.placement.byte_len, blob.wanted_bytes());
+    let allowed = wanted.saturating_mul(2).max(ctx.scratch);
+    let most = ItemKind::Chunk.expanded_max(stored, allowed);
     if raw > most && !blob.encoding.transforms.is_empty() {
         let problem = format!("{stored} bytes to decompress to {raw}, of which {wanted} are used");
         return Err(FormatError::new("stored bytes", problem));

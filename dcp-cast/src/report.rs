@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use dcp_core::PlanError;
+use dcp_core::wire::{MessageReader, MessageWriter};
 use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 
@@ -40,6 +42,31 @@ impl CastCounts {
     #[must_use]
     pub fn lost_range(&self) -> bool {
         self.out_of_range > 0 || self.underflowed > 0 || self.became_nan > 0
+    }
+
+    /// Writes the losses to a message between ranks. Without any, they take six bytes.
+    pub fn write_to(&self, out: &mut MessageWriter) {
+        let Self { elements, out_of_range, underflowed, became_nan, inexact, max_relative_error } =
+            *self;
+        out.numbers(&[elements, out_of_range, underflowed, became_nan, inexact]);
+        // The last bits of a rounded error mostly are zeros, so reversed it is a small number.
+        out.number(max_relative_error.to_bits().reverse_bits());
+    }
+
+    /// Reads losses from a message.
+    ///
+    /// # Errors
+    ///
+    /// When the message ends before.
+    pub fn read_from(input: &mut MessageReader<'_>) -> Result<Self, PlanError> {
+        Ok(Self {
+            elements: input.number()?,
+            out_of_range: input.number()?,
+            underflowed: input.number()?,
+            became_nan: input.number()?,
+            inexact: input.number()?,
+            max_relative_error: f64::from_bits(input.number()?.reverse_bits()),
+        })
     }
 }
 

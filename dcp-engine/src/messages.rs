@@ -1,13 +1,11 @@
 //! Messages between the ranks of a save.
 
-use std::collections::BTreeMap;
-use std::ops::Range;
 use std::time::Duration;
 
 use dcp_cast::CastCounts;
 use dcp_core::checkpoint::WriteReport;
 use dcp_core::wire::{MessageReader, MessageWriter};
-use dcp_core::{Key, PlanError, Rank, StorageError};
+use dcp_core::{PlanError, Rank};
 
 use crate::packed::{self, Packed, packed};
 use crate::summary::{FileTime, WriteTimes};
@@ -43,20 +41,22 @@ pub(crate) struct Totals {
 /// What a rank wrote, and how long it took.
 #[derive(Debug, PartialEq)]
 pub(crate) struct RankReport {
-    pub(crate) lines: Vec<Line>,
+    /// Without the durations of its files.
+    pub(crate) report: WriteReport,
     pub(crate) cast: CastCounts,
     pub(crate) duration: Duration,
     pub(crate) slowest_file: Option<FileTime>,
 }
 
 impl RankReport {
-    pub(crate) fn new(report: &WriteReport, cast: CastCounts, duration: Duration) -> Self {
-        Self { lines: lines(report), cast, duration, slowest_file: FileTime::slowest(report) }
+    pub(crate) fn new(report: WriteReport, cast: CastCounts, duration: Duration) -> Self {
+        let slowest_file = FileTime::slowest(&report);
+        Self { report, cast, duration, slowest_file }
     }
 
     /// Bytes in data files.
     pub(crate) fn bytes(&self) -> u64 {
-        self.lines.iter().map(|line| line.byte_len).sum()
+        self.report.files.iter().map(|(_, byte_len)| byte_len).sum()
     }
 }
 
@@ -116,7 +116,7 @@ impl Packed for Totals {
         out.number(write_times.slowest_bytes);
         packed::put_duration(out, write_times.mean);
         packed::put_file(out, write_times.slowest_file.as_ref());
-        packed::put_cast(out, cast);
+        cast.write_to(out);
     }
 
     fn unpack(input: &mut MessageReader<'_>) -> Result<Self, PlanError> {
@@ -126,72 +126,25 @@ impl Packed for Totals {
         let (slowest, slowest_bytes) = (packed::duration(input)?, input.number()?);
         let (mean, slowest_file) = (packed::duration(input)?, packed::file(input)?);
         let write_times = WriteTimes { slowest_rank, slowest, slowest_bytes, mean, slowest_file };
-        let cast = packed::cast(input)?;
+        let cast = CastCounts::read_from(input)?;
         Ok(Self { entries, bytes_written, files, reused_plan, write_times, cast })
     }
 }
 
 impl Packed for RankReport {
-    const MAGIC: [u8; 4] = *b"drr2";
+    const MAGIC: [u8; 4] = *b"drr3";
 
     fn pack(&self, out: &mut MessageWriter) {
-        out.number(self.lines.len() as u64);
-        for Line { name, byte_len, sha256, checksums, stored } in &self.lines {
-            out.text(name);
-            out.number(*byte_len);
-            out.bytes(sha256.as_ref().map_or(&[], |digest| digest));
-            out.number(checksums.len() as u64);
-            let mut last = 0_u64;
-            for (offset, crc32) in checksums {
-                // Chunks mostly are in the order of their offsets.
-                out.number(offset.wrapping_sub(last));
-                out.number((*crc32).into());
-                last = *offset;
-            }
-            out.number(stored.len() as u64);
-            let (mut planned_last, mut end_last) = (0_u64, 0_u64);
-            for (planned, range) in stored {
-                out.number(planned.wrapping_sub(planned_last));
-                out.number(range.start.wrapping_sub(end_last));
-                out.number(range.end.wrapping_sub(range.start));
-                (planned_last, end_last) = (*planned, range.end);
-            }
-        }
-        packed::put_cast(out, &self.cast);
+        self.report.write_to(out);
+        self.cast.write_to(out);
         packed::put_duration(out, self.duration);
         packed::put_file(out, self.slowest_file.as_ref());
     }
 
     fn unpack(input: &mut MessageReader<'_>) -> Result<Self, PlanError> {
-        let mut lines = Vec::new();
-        for _ in 0..input.count()? {
-            let (name, byte_len) = (input.text()?.to_owned(), input.number()?);
-            let sha256 = match input.clone().bytes()? {
-                [] => input.bytes().map(|_| None)?,
-                _ => Some(packed::array(input)?),
-            };
-            let mut checksums = Vec::new();
-            let mut last = 0_u64;
-            for _ in 0..input.count()? {
-                last = last.wrapping_add(input.number()?);
-                let crc32 = u32::try_from(input.number()?).map_err(|_| PlanError::Message {
-                    message: "the report of a rank".into(),
-                    problem: "a CRC-32 of more than 32 bits".into(),
-                })?;
-                checksums.push((last, crc32));
-            }
-            let mut stored = Vec::new();
-            let (mut planned, mut end) = (0_u64, 0_u64);
-            for _ in 0..input.count()? {
-                planned = planned.wrapping_add(input.number()?);
-                let start = end.wrapping_add(input.number()?);
-                end = start.wrapping_add(input.number()?);
-                stored.push((planned, start..end));
-            }
-            lines.push(Line { name, byte_len, sha256, checksums, stored });
-        }
-        let (cast, duration) = (packed::cast(input)?, packed::duration(input)?);
-        Ok(Self { lines, cast, duration, slowest_file: packed::file(input)? })
+        let (report, cast) = (WriteReport::read_from(input)?, CastCounts::read_from(input)?);
+        let duration = packed::duration(input)?;
+        Ok(Self { report, cast, duration, slowest_file: packed::file(input)? })
     }
 }
 
@@ -216,51 +169,11 @@ pub(crate) fn same_save(offers: &[Offer]) -> Result<(), PlanError> {
     })
 }
 
-/// A file of a report, as one rank sends it to the coordinator.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Line {
-    pub(crate) name: String,
-    pub(crate) byte_len: u64,
-    pub(crate) sha256: Option<[u8; 32]>,
-    /// The CRC-32s of chunks by their offset.
-    pub(crate) checksums: Vec<(u64, u32)>,
-    /// Where items are, by the offset at which they were planned, if that differs.
-    pub(crate) stored: Vec<(u64, Range<u64>)>,
-}
-
-fn lines(report: &WriteReport) -> Vec<Line> {
-    let line = |(key, byte_len): &(Key, u64)| Line {
-        name: key.to_string(),
-        byte_len: *byte_len,
-        sha256: report.sha256.get(key).copied(),
-        checksums: report.checksums.get(key).cloned().unwrap_or_default(),
-        stored: report.stored.get(key).cloned().unwrap_or_default(),
-    };
-    report.files.iter().map(line).collect()
-}
-
-pub(crate) fn report(lines: Vec<Line>) -> Result<WriteReport, StorageError> {
-    let (mut files, mut sha256) = (Vec::with_capacity(lines.len()), BTreeMap::new());
-    let (mut all_checksums, mut all_stored) = (BTreeMap::new(), BTreeMap::new());
-    for Line { name, byte_len, sha256: digest, checksums, stored } in lines {
-        let key = Key::new(name)?;
-        if !stored.is_empty() {
-            all_stored.insert(key.clone(), stored);
-        }
-        if !checksums.is_empty() {
-            all_checksums.insert(key.clone(), checksums);
-        }
-        sha256.extend(digest.map(|digest| (key.clone(), digest)));
-        files.push((key, byte_len));
-    }
-    let report = WriteReport::new(files).with_sha256(sha256).with_checksums(all_checksums);
-    Ok(report.with_stored(all_stored))
-}
-
 #[cfg(test)]
 mod tests {
     use std::fmt::Debug;
 
+    use dcp_core::Key;
     use proptest::prelude::*;
     use serde::Serialize;
     use serde::de::DeserializeOwned;
@@ -301,21 +214,6 @@ mod tests {
         })
     }
 
-    fn line() -> impl Strategy<Value = Line> {
-        let name_and_len = ("[a-z_.0-9]{0,20}", any::<u64>());
-        let checksums = prop::collection::vec(any::<(u64, u32)>(), 0..4);
-        let stored = prop::collection::vec(any::<(u64, Range<u64>)>(), 0..4);
-        (name_and_len, any::<Option<[u8; 32]>>(), checksums, stored).prop_map(
-            |((name, byte_len), sha256, checksums, stored)| Line {
-                name,
-                byte_len,
-                sha256,
-                checksums,
-                stored,
-            },
-        )
-    }
-
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
@@ -323,7 +221,7 @@ mod tests {
         fn messages_arrive_as_they_were_sent(
             numbers in any::<[u64; 6]>(),
             remembers in any::<Option<u64>>(),
-            lines in prop::collection::vec(line(), 0..3),
+            byte_lens in prop::collection::vec(any::<u64>(), 0..3),
             (cast, slowest_file, duration) in (cast(), times(), any::<Duration>()),
         ) {
             let [sequence, high, low, entries, bytes_written, files] = numbers;
@@ -339,7 +237,9 @@ mod tests {
                 slowest_file: slowest_file.clone(),
             };
             sent(&Totals { entries, bytes_written, files, reused_plan: true, write_times, cast });
-            sent(&RankReport { lines, cast, duration, slowest_file });
+            let named = |(rank, len)| (Key::new(format!("__{rank}_0.distcp")).unwrap(), len);
+            let report = WriteReport::new((0..).zip(byte_lens).map(named).collect());
+            sent(&RankReport { report, cast, duration, slowest_file });
         }
     }
 }

@@ -4,7 +4,6 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::time::Duration;
 
-use dcp_cast::CastCounts;
 use dcp_core::PlanError;
 use dcp_core::wire::{MessageReader, MessageWriter};
 use serde::de::{Error as _, Visitor};
@@ -98,25 +97,6 @@ pub(crate) fn duration(input: &mut MessageReader<'_>) -> Result<Duration, PlanEr
     let (seconds, nanos) = (input.number()?, input.number()?);
     let nanos = u32::try_from(nanos).ok().filter(|nanos| *nanos < 1_000_000_000);
     Ok(Duration::new(seconds, nanos.ok_or_else(|| bad("a duration out of range"))?))
-}
-
-pub(crate) fn put_cast(out: &mut MessageWriter, cast: &CastCounts) {
-    let CastCounts { elements, out_of_range, underflowed, became_nan, inexact, max_relative_error } =
-        *cast;
-    out.numbers(&[elements, out_of_range, underflowed, became_nan, inexact]);
-    // Zero, the usual value, takes one byte.
-    out.number(max_relative_error.to_bits().reverse_bits());
-}
-
-pub(crate) fn cast(input: &mut MessageReader<'_>) -> Result<CastCounts, PlanError> {
-    Ok(CastCounts {
-        elements: input.number()?,
-        out_of_range: input.number()?,
-        underflowed: input.number()?,
-        became_nan: input.number()?,
-        inexact: input.number()?,
-        max_relative_error: f64::from_bits(input.number()?.reverse_bits()),
-    })
 }
 
 pub(crate) fn put_file(out: &mut MessageWriter, file: Option<&FileTime>) {

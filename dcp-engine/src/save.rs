@@ -273,7 +273,7 @@ impl Saver {
         };
         let duration = started.elapsed();
         let cast = prepared.source.cast_report();
-        let reported = written.map(|report| RankReport::new(&report, cast.total(), duration));
+        let reported = written.map(|report| RankReport::new(report, cast.total(), duration));
         let bytes = reported.as_ref().map_or(0, RankReport::bytes);
         let reports = group
             .gather_results(Phase::Write, reported)

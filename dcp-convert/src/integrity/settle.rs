@@ -84,8 +84,11 @@ fn take<T>(items: Vec<T>, share: std::ops::Range<usize>) -> Vec<T> {
 fn encode(chunks: &Chunks) -> Bytes {
     let mut out = MessageWriter::new(MAGIC);
     for ((entry, chunk), state) in chunks {
-        if matches!(state, Chunk::Right) {
-            continue;
+        match state {
+            Chunk::Right => continue,
+            // A count of 0 is that of scattered bytes.
+            Chunk::Parts(parts) if parts.len() == 0 => continue,
+            _ => {}
         }
         out.number((*entry).into());
         out.number((*chunk).into());
@@ -187,6 +190,20 @@ mod tests {
         let Chunk::Parts(whole) = &all[&(0, 0)] else { panic!("{all:?}") };
         assert_eq!(whole.whole(200), Some(crc32fast::hash(&bytes)));
         assert!(matches!(all[&(1, 7)], Chunk::Scattered(12)), "{all:?}");
+        assert_eq!(all.len(), 2);
+    }
+
+    #[test]
+    fn a_chunk_without_parts_does_not_change_what_follows() {
+        let rank = Chunks::from([
+            ((0, 0), Chunk::Parts(CrcParts::new())),
+            ((1, 7), Chunk::Scattered(9)),
+            ((2, 0), parts(&[7; 8], &[(0, 8)])),
+        ]);
+        let mut all = Chunks::new();
+        decode(&encode(&rank), &mut all).unwrap();
+        assert!(matches!(all[&(1, 7)], Chunk::Scattered(9)), "{all:?}");
+        assert!(matches!(&all[&(2, 0)], Chunk::Parts(parts) if parts.len() == 1), "{all:?}");
         assert_eq!(all.len(), 2);
     }
 

@@ -10,7 +10,7 @@ use dcp_core::metadata::{ChunkTable, Encoding, Entry, Layout, Placement, TensorE
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::wire::{MessageReader, MessageWriter};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, FormatError, PlanError, StorageReader, TensorView,
+    CheckpointError, CheckpointMetadata, DType, FormatError, StorageReader, TensorView,
 };
 
 use super::scratch::{SCRATCH, Scratch, invalid_region, name, outside, pieces};
@@ -102,19 +102,17 @@ impl Cast {
     ///
     /// When a rank failed or was lost.
     pub async fn gather_counts(&self, group: &JobGroup) -> Result<(), CheckpointError> {
-        let mut message = MessageWriter::new(*b"dcc1");
+        let mut message = MessageWriter::new(*b"dcc2");
         {
             let counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
-            counts.iter().flat_map(numbers).for_each(|number| message.number(number));
+            counts.iter().for_each(|counts| counts.write_to(&mut message));
         }
         let Some(all) = group.gather(message.finish()).await? else { return Ok(()) };
         let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
         for message in all.iter().skip(1) {
-            let mut message = MessageReader::new(message, *b"dcc1")?;
+            let mut message = MessageReader::new(message, *b"dcc2")?;
             for sum in counts.iter_mut() {
-                let mut other = CastCounts::default();
-                read_numbers(&mut other, &mut message)?;
-                sum.add(&other);
+                sum.add(&CastCounts::read_from(&mut message)?);
             }
             message.finish()?;
         }
@@ -164,23 +162,6 @@ impl Cast {
         }
         Ok(())
     }
-}
-
-/// The counts as ranks send them.
-fn numbers(counts: &CastCounts) -> [u64; 6] {
-    let CastCounts { elements, out_of_range, underflowed, became_nan, inexact, .. } = *counts;
-    let error = counts.max_relative_error.to_bits();
-    [elements, out_of_range, underflowed, became_nan, inexact, error]
-}
-
-fn read_numbers(counts: &mut CastCounts, message: &mut MessageReader<'_>) -> Result<(), PlanError> {
-    counts.elements = message.number()?;
-    counts.out_of_range = message.number()?;
-    counts.underflowed = message.number()?;
-    counts.became_nan = message.number()?;
-    counts.inexact = message.number()?;
-    counts.max_relative_error = f64::from_bits(message.number()?);
-    Ok(())
 }
 
 /// A part of an item to cast, and its destination.

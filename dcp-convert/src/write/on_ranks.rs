@@ -7,12 +7,12 @@ use dcp_core::checkpoint::WriteReport;
 use dcp_core::digest::fnv1a_128;
 use dcp_core::plan::{SavePlan, WritePlan};
 use dcp_core::wire::{MessageReader, MessageWriter};
-use dcp_core::{CheckpointError, CollectiveError, Key, PlanError, StorageError};
+use dcp_core::{CheckpointError, CollectiveError, Key, PlanError};
 
 use crate::group::JobGroup;
 
 const PLANS: [u8; 4] = *b"dwp1";
-const REPORTS: [u8; 4] = *b"dwr1";
+const REPORTS: [u8; 4] = *b"dwr2";
 const FILES: [u8; 4] = *b"dwf1";
 
 /// The write plans of rank 0, on all ranks; refused by a rank whose `locals` are others.
@@ -105,72 +105,15 @@ pub(crate) async fn gather_files(
 fn encode(reports: &[WriteReport]) -> Bytes {
     let mut out = MessageWriter::new(REPORTS);
     out.number(reports.len() as u64);
-    for report in reports {
-        out.number(report.files.len() as u64);
-        for (key, len) in &report.files {
-            out.text(key.as_str());
-            out.number(*len);
-            out.bytes(report.sha256.get(key).map_or(&[], |hash| hash.as_slice()));
-            let checksums = report.checksums.get(key).map_or(&[][..], Vec::as_slice);
-            out.number(checksums.len() as u64);
-            let mut last = 0;
-            for (offset, crc32) in checksums {
-                out.number(offset.wrapping_sub(last));
-                out.number((*crc32).into());
-                last = *offset;
-            }
-            let stored = report.stored.get(key).map_or(&[][..], Vec::as_slice);
-            out.number(stored.len() as u64);
-            for (planned, range) in stored {
-                out.number(*planned);
-                out.number(range.start);
-                out.number(range.end);
-            }
-        }
-    }
+    reports.iter().for_each(|report| report.write_to(&mut out));
     out.finish()
 }
 
-fn decode(message: &[u8]) -> Result<Vec<WriteReport>, CheckpointError> {
+fn decode(message: &[u8]) -> Result<Vec<WriteReport>, PlanError> {
     let mut input = MessageReader::new(message, REPORTS)?;
-    let bad = |problem: &str| PlanError::Message {
-        message: "the report of a rank".into(),
-        problem: problem.to_owned(),
-    };
-    let mut reports = Vec::new();
-    for _ in 0..input.count()? {
-        let mut report = WriteReport::default();
-        for _ in 0..input.count()? {
-            let key = Key::new(input.text()?).map_err(StorageError::from)?;
-            report.files.push((key.clone(), input.number()?));
-            match input.bytes()? {
-                [] => {}
-                hash => {
-                    let hash = hash.try_into().map_err(|_| bad("a hash of another length"))?;
-                    report.sha256.insert(key.clone(), hash);
-                }
-            }
-            let mut checksums = Vec::new();
-            let mut last = 0_u64;
-            for _ in 0..input.count()? {
-                last = last.wrapping_add(input.number()?);
-                let crc32 = u32::try_from(input.number()?).map_err(|_| bad("a large CRC-32"))?;
-                checksums.push((last, crc32));
-            }
-            if !checksums.is_empty() {
-                report.checksums.insert(key.clone(), checksums);
-            }
-            let mut stored = Vec::new();
-            for _ in 0..input.count()? {
-                let planned = input.number()?;
-                stored.push((planned, input.number()?..input.number()?));
-            }
-            if !stored.is_empty() {
-                report.stored.insert(key, stored);
-            }
-        }
-        reports.push(report);
-    }
+    let reports = (0..input.count()?)
+        .map(|_| WriteReport::read_from(&mut input))
+        .collect::<Result<_, _>>()?;
     input.finish()?;
     Ok(reports)
 }
@@ -180,33 +123,5 @@ pub(crate) fn share_of(group: Option<&JobGroup>, byte_lens: &[u64]) -> Range<usi
     match group {
         Some(group) => crate::group::contiguous_share(byte_lens, group.rank(), group.world_size()),
         None => 0..byte_lens.len(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeMap;
-
-    use super::*;
-
-    #[test]
-    fn reports_arrive_as_they_were_sent() {
-        let key = |name: &str| Key::new(name).unwrap();
-        let first = WriteReport::new(vec![(key("__0_0.distcp"), 1 << 40), (key("empty"), 0)])
-            .with_sha256(BTreeMap::from([(key("empty"), [7; 32])]))
-            .with_checksums(BTreeMap::from([(
-                key("__0_0.distcp"),
-                vec![(0, 1), (700, u32::MAX), (64, 0)],
-            )]))
-            .with_stored(BTreeMap::from([(
-                key("__0_0.distcp"),
-                vec![(9, 0..4), (0, 4..u64::MAX)],
-            )]));
-        let reports = vec![first, WriteReport::default()];
-        let message = encode(&reports);
-        assert_eq!(decode(&message).unwrap(), reports);
-        for len in 0..message.len() {
-            assert!(decode(&message[..len]).is_err(), "{len}");
-        }
     }
 }

@@ -67,9 +67,13 @@ pub(crate) async fn write(
     data: Vec<Arc<dyn DataSource>>,
     options: &JobOptions,
 ) -> Result<(Vec<WriteReport>, Verified), NotWritten> {
-    let abandoned = |error| NotWritten { error, abandon: true };
-    let written = write_own(source, own, locals, writes, data, options).await;
-    let (reports, verified) = written.map_err(abandoned)?;
+    let at_once = usize::try_from(options.max_memory / RANK_OVERHEAD).unwrap_or(usize::MAX);
+    let at_once = at_once.clamp(1, options.parallelism.max(1));
+    let stop = Stop::new();
+    let of_ranks = locals.iter().zip(writes).zip(data).take(own.end).skip(own.start);
+    let of_ranks = of_ranks.map(|((local, rank), data)| rank.write(local, stop.guard(data)));
+    let written = async { Ok((stop.run(of_ranks, at_once).await?, source.finish().await?)) };
+    let (reports, verified) = written.await.map_err(|error| NotWritten { error, abandon: true })?;
     let Some(group) = &options.group else { return Ok((reports, verified)) };
     group.hand_over();
     match gather_reports(group, &reports).await {
@@ -79,28 +83,6 @@ pub(crate) async fn write(
             Err(NotWritten { error, abandon })
         }
     }
-}
-
-async fn write_own(
-    source: CheckedSource,
-    own: Range<usize>,
-    locals: &[SavePlan],
-    writes: &[RankWrite<'_>],
-    data: Vec<Arc<dyn DataSource>>,
-    options: &JobOptions,
-) -> Result<(Vec<WriteReport>, Verified), CheckpointError> {
-    let at_once = usize::try_from(options.max_memory / RANK_OVERHEAD).unwrap_or(usize::MAX);
-    let at_once = at_once.clamp(1, options.parallelism.max(1));
-    let stop = Stop::new();
-    let writes = locals
-        .iter()
-        .zip(writes)
-        .zip(data)
-        .take(own.end)
-        .skip(own.start)
-        .map(|((local, rank), data)| rank.write(local, stop.guard(data)));
-    let reports = stop.run(writes, at_once).await?;
-    Ok((reports, source.finish().await?))
 }
 
 /// The bytes that each rank writes.

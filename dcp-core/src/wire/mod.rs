@@ -9,6 +9,7 @@ mod metadata;
 mod plan;
 mod plan_keys;
 mod value;
+mod write_report;
 
 use std::sync::Arc;
 

@@ -10,7 +10,7 @@ use dcp_core::save_run::{RankWrite, SaveRun};
 use dcp_core::{CheckpointError, StorageWriter};
 
 use super::{Saver, no_plan};
-use crate::messages::{Decision, Offer, RankReport, Totals, plan_id, report, same_save};
+use crate::messages::{Decision, Offer, RankReport, Totals, plan_id, same_save};
 use crate::summary::WriteTimes;
 
 /// The coordinator's state until the commit.
@@ -85,11 +85,10 @@ pub(super) async fn commit(
     let plan = lead.plan.as_ref().ok_or_else(no_plan)?;
     let mut cast = CastCounts::default();
     reports.iter().for_each(|report| cast.add(&report.cast));
-    let all = reports.iter().flat_map(|report| &report.lines);
     let totals = Totals {
         entries: plan.metadata.len() as u64,
-        bytes_written: all.clone().map(|line| line.byte_len).sum(),
-        files: all.count() as u64,
+        bytes_written: reports.iter().map(RankReport::bytes).sum(),
+        files: reports.iter().map(|rank| rank.report.files.len() as u64).sum(),
         reused_plan: reused,
         write_times: WriteTimes::of(
             reports.iter().map(|report| (report.duration, report.bytes())),
@@ -97,15 +96,13 @@ pub(super) async fn commit(
         ),
         cast,
     };
-    let reports =
-        reports.into_iter().map(|rank| report(rank.lines)).collect::<Result<Vec<_>, _>>()?;
+    let reports = reports.into_iter().map(|rank| rank.report).collect();
     let run = lead.run.take().ok_or_else(no_plan)?;
     let stored = run.commit(vec![mine], &plan.metadata, reports).await?;
     if let Cow::Owned(metadata) = stored {
         // The remembered plan keeps the planned places.
-        let mut plan = GlobalPlan::clone(plan);
-        plan.metadata = metadata;
-        lead.plan = Some(Arc::new(plan));
+        let left_out = plan.left_out.clone();
+        lead.plan = Some(Arc::new(GlobalPlan { metadata, selections: Vec::new(), left_out }));
     }
     Ok((totals, ()))
 }

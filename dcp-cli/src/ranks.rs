@@ -9,7 +9,7 @@ use std::time::Duration;
 use dcp::checkpoint;
 use dcp::collectives::{EnvError, Launch, TcpCollective, TcpConfig};
 use dcp::convert::group::{GroupEnd, JobGroup};
-use dcp::core::{CheckpointError, Collective, CollectiveError};
+use dcp::core::{CheckpointError, Collective};
 
 use crate::failure::{Exit, Failure};
 use crate::options::Global;
@@ -100,24 +100,13 @@ impl Ranks {
             // All ranks of an interrupted command end, each as it can.
             GroupEnd::Lost(_) if done.as_ref().is_err_and(Failure::is_interruption) => done,
             GroupEnd::Lost(error) => {
-                let speaks = self.is_coordinator() || lost(&error) == Some(0);
+                let speaks = self.is_coordinator() || error.rank() == Some(0);
                 let failure = Failure::from(CheckpointError::from(error))
                     .hint("what was being written is not complete; run the command again");
                 Err(if speaks { failure } else { failure.said_elsewhere() })
             }
             _ => done,
         }
-    }
-}
-
-/// The rank that an error says is gone.
-fn lost(error: &CollectiveError) -> Option<u32> {
-    match error {
-        CollectiveError::PeerLost { rank, .. }
-        | CollectiveError::Timeout { rank, .. }
-        | CollectiveError::Aborted { rank, .. }
-        | CollectiveError::Mismatch { rank, .. } => Some(*rank),
-        _ => None,
     }
 }
 

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use dcp_core::{Collective, CollectiveError};
 
 use super::Subject;
-use super::group::{DEAD, PATIENT, SILENT, blamed, message, until_error};
+use super::group::{DEAD, PATIENT, SILENT, message, until_error};
 use crate::case::{Failure, Outcome, ensure};
 
 super::clauses![
@@ -147,7 +147,7 @@ fn a_rank_that_dies_is_named_by_the_others_within_the_deadline(subject: &Subject
                 return Ok(());
             }
             let error = until_error(DEAD, || member.collective.barrier())?;
-            ensure!(blamed(&error) == Some(culprit), "rank {culprit} died, but it got: {error}");
+            ensure!(error.rank() == Some(culprit), "rank {culprit} died, but it got: {error}");
             Ok(())
         })?;
     }
@@ -164,7 +164,7 @@ fn a_rank_that_dies_between_operations_is_named(subject: &Subject) -> Outcome {
             }
             let mine = || message(1, member.rank, 0);
             let error = until_error(DEAD, || member.collective.all_gather(mine()))?;
-            ensure!(blamed(&error) == Some(culprit), "rank {culprit} died, but it got: {error}");
+            ensure!(error.rank() == Some(culprit), "rank {culprit} died, but it got: {error}");
             Ok(())
         })?;
     }
@@ -183,10 +183,7 @@ fn a_silent_rank_is_named_within_the_deadline(subject: &Subject) -> Outcome {
             let error = until_error(deadline, || member.collective.barrier());
             seen.wait();
             let error = error?;
-            ensure!(
-                blamed(&error) == Some(culprit),
-                "rank {culprit} is silent, but it got: {error}"
-            );
+            ensure!(error.rank() == Some(culprit), "rank {culprit} is silent, but it got: {error}");
             Ok(())
         })
     };
@@ -279,7 +276,7 @@ fn fails_on_every_rank(
     subject.on_ranks(WORLD_SIZE, DEAD, |member| {
         let error = until_error(DEAD, || op(&*member.collective))?;
         let is_culprit = member.rank == 1;
-        ensure!(is_culprit || blamed(&error) == Some(1), "rank 1 erred, but it got: {error}");
+        ensure!(is_culprit || error.rank() == Some(1), "rank 1 erred, but it got: {error}");
         Ok(())
     })?;
     Ok(())

@@ -115,17 +115,6 @@ pub(super) fn shown(message: &Bytes) -> String {
     format!("{:?} ({} bytes)", String::from_utf8_lossy(&head), message.len())
 }
 
-/// The rank that an error names.
-pub(super) fn blamed(error: &CollectiveError) -> Option<Rank> {
-    match error {
-        CollectiveError::PeerLost { rank, .. }
-        | CollectiveError::Timeout { rank, .. }
-        | CollectiveError::Aborted { rank, .. }
-        | CollectiveError::Mismatch { rank, .. } => Some(*rank),
-        _ => None,
-    }
-}
-
 /// Calls `op` until it fails. Fails itself when `op` hangs or succeeds too often.
 ///
 /// An operation in which this rank only sends may succeed once or twice before another rank's

@@ -53,6 +53,18 @@ pub enum CollectiveError {
 }
 
 impl CollectiveError {
+    /// The rank that failed or is gone, if the error is that of one.
+    #[must_use]
+    pub fn rank(&self) -> Option<Rank> {
+        match self {
+            Self::PeerLost { rank, .. }
+            | Self::Timeout { rank, .. }
+            | Self::Aborted { rank, .. }
+            | Self::Mismatch { rank, .. } => Some(*rank),
+            Self::Rendezvous { .. } => None,
+        }
+    }
+
     /// Whether the operation may succeed in a new group: a rank died or was late. This group
     /// refuses every later call. A rank that aborted, that is out of step or that did not join has
     /// a cause of its own, which a retry does not remove.

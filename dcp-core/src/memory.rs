@@ -15,10 +15,10 @@
 //!    loan holds one.
 //! 2. The bytes are reached through loans only. `Book` records every outstanding loan under a
 //!    mutex; it grants an exclusive range only when no shared loan is out and no exclusive range
-//!    overlaps, and a shared loan only when no exclusive one is out.
-//!    The parts of a divided [`Buffer`] are disjoint and keep its entry in the book, and nothing
-//!    dereferences the whole.
-//! 3. A loan is returned exactly once, by `Drop`; that of a divided buffer when its last part is gone.
+//!    overlaps, and a shared loan only when no exclusive one is out. The parts of a divided
+//!    [`Buffer`] are disjoint and keep its entry in the book, and nothing dereferences the whole.
+//! 3. A loan is returned exactly once, by `Drop`; that of a divided buffer when its last part is
+//!    gone.
 //! 4. Memory that a [`scope`] borrows is valid until the scope ends. Its end revokes the allocation
 //!    and waits until no loan is out; a revoked allocation grants none.
 //! 5. Elements of every [`TensorElement`] type are bytes without padding, and every byte pattern is an
@@ -32,6 +32,7 @@ mod elements;
 mod owned_box;
 mod part;
 mod scope;
+mod streaming;
 #[cfg(test)]
 mod tests;
 
@@ -50,6 +51,7 @@ pub use self::element::{NumericElement, TensorElement};
 pub use self::elements::Elements;
 use self::owned_box::OwnedBox;
 pub use self::scope::{Scope, scope};
+pub use self::streaming::copy_streaming;
 
 /// Bytes in host memory, owned or foreign, that are lent for reading or, by ranges, for writing.
 /// Clones share the memory.
@@ -168,8 +170,8 @@ impl HostMemory {
     }
 
     /// Wraps the immutable elements behind a pointer of another library, such as an `Arc<[u8]>`, an
-    /// `Arc<Vec<f32>>` or an `Arc` of any type with `AsRef<[f32]>`, without a copy. They can be read
-    /// but not lent for writing.
+    /// `Arc<Vec<f32>>` or an `Arc` of any type with `AsRef<[f32]>`, without a copy. They can be
+    /// read but not lent for writing.
     ///
     /// `owner` is dropped when the memory and every loan of it are gone.
     #[must_use]

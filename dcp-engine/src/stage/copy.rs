@@ -5,9 +5,12 @@ use std::thread;
 
 use bytes::Bytes;
 use dcp_core::TensorView;
+use dcp_core::memory::copy_streaming;
 
 /// Bytes that a thread copies at a time.
 const SEGMENT: usize = 4 << 20;
+/// Copies of at least so many bytes in all go past the caches, which they would only empty.
+const STREAMED: usize = 32 << 20;
 
 /// The elements of one view, and the memory that receives them in row-major order.
 pub(super) struct CopyJob<'a> {
@@ -18,7 +21,7 @@ pub(super) struct CopyJob<'a> {
 
 /// A part of a job.
 enum Part<'a> {
-    Contiguous(Bytes, &'a mut [u8]),
+    Contiguous { source: Bytes, target: &'a mut [u8], streamed: bool },
     Runs(CopyJob<'a>),
 }
 
@@ -28,7 +31,7 @@ impl<'a> CopyJob<'a> {
         Self { view, memory, target }
     }
 
-    fn divide(self, parts: &mut Vec<Part<'a>>) {
+    fn divide(self, streamed: bool, parts: &mut Vec<Part<'a>>) {
         if !self.view.is_contiguous() {
             return parts.push(Part::Runs(self));
         }
@@ -36,7 +39,8 @@ impl<'a> CopyJob<'a> {
         let source = self.memory.slice(start..start + self.target.len());
         for (number, target) in self.target.chunks_mut(SEGMENT).enumerate() {
             let start = number * SEGMENT;
-            parts.push(Part::Contiguous(source.slice(start..start + target.len()), target));
+            let source = source.slice(start..start + target.len());
+            parts.push(Part::Contiguous { source, target, streamed });
         }
     }
 }
@@ -44,7 +48,8 @@ impl<'a> CopyJob<'a> {
 impl Part<'_> {
     fn copy(self) {
         match self {
-            Part::Contiguous(source, target) => target.copy_from_slice(&source),
+            Part::Contiguous { source, target, streamed: true } => copy_streaming(target, &source),
+            Part::Contiguous { source, target, .. } => target.copy_from_slice(&source),
             Part::Runs(CopyJob { view, memory, target }) => {
                 let mut rest = target;
                 for run in view.runs() {
@@ -60,7 +65,8 @@ impl Part<'_> {
 /// Does all jobs on up to `threads` threads, this one included.
 pub(super) fn copy_all(jobs: Vec<CopyJob<'_>>, threads: usize) {
     let mut parts = Vec::new();
-    jobs.into_iter().for_each(|job| job.divide(&mut parts));
+    let streamed = jobs.iter().map(|job| job.target.len()).sum::<usize>() >= STREAMED;
+    jobs.into_iter().for_each(|job| job.divide(streamed, &mut parts));
     let helpers = threads.min(parts.len()).saturating_sub(1);
     let small = parts.len() <= 1;
     let parts = Mutex::new(parts.into_iter());

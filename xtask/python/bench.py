@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 import time
 
 TENSOR = (2048, 4096)
@@ -99,14 +100,14 @@ def timed(function):
     return {"seconds": seconds, "bytes_read": bytes_read() - before}
 
 
-def save_rows(rank, ranks, gib, path, seconds):
+def save_rows(rank, ranks, gib, path, meeting, seconds):
     """One rank of a sharded data-parallel job, which has rows of each tensor."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-    dist.init_process_group("gloo", init_method="file://" + path + ".met", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     part = lambda n: torch.full((TENSOR[0] // ranks, TENSOR[1]), float(n % 251 + 1))
     names = range(int(float(gib) * 1024) // 32)
@@ -128,7 +129,10 @@ def save_ranks(path, gib, ranks):
     import torch.multiprocessing as processes
 
     seconds = processes.get_context("spawn").Array("d", ranks)
-    processes.spawn(save_rows, (ranks, gib, path, seconds), nprocs=ranks)
+    # Ranks that find the file of an earlier group connect to processes that are gone.
+    with tempfile.TemporaryDirectory() as folder:
+        args = (ranks, gib, path, os.path.join(folder, "ranks"), seconds)
+        processes.spawn(save_rows, args, nprocs=ranks)
     return {"seconds": max(seconds)}
 
 

@@ -56,27 +56,33 @@ pub(crate) fn main(args: &[&str]) -> Result {
     let bench = Bench { python, rust, gib };
     let machine = machine();
 
+    println!("\n{machine}\n");
+    println!("| what | ours | PyTorch {} | plain system calls |", venv::NEWEST);
+    println!("|---|---:|---:|---:|");
     let mut rows = Vec::new();
+    // A measurement that fails leaves the rows before it.
+    let print = |rows: &mut Vec<Row>| {
+        for row in rows.drain(..) {
+            println!("| {} | {} | {} | {} |", row.what, row.ours, row.torch, row.limit);
+        }
+    };
     for (place, folder, cold) in [("tmpfs", &tmpfs, false), ("disk", &disk, true)] {
         let scratch = Scratch::new(folder, "dcp-bench", false)?;
         bench.speeds(place, scratch.path(), cold, &mut rows)?;
+        print(&mut rows);
     }
     let scratch = Scratch::new(&disk, "dcp-bench", false)?;
     for ranks in WRITERS {
         bench.writers(scratch.path(), ranks, &mut rows)?;
+        print(&mut rows);
     }
     let scratch = Scratch::new(&tmpfs, "dcp-bench", false)?;
     bench.stalls(scratch.path(), &mut rows)?;
+    print(&mut rows);
     let scratch = Scratch::new(&tmpfs, "dcp-bench", false)?;
     bench.slices(scratch.path(), &mut rows)?;
     bench.start_up(&command, &mut rows)?;
-
-    println!("\n{machine}\n");
-    println!("| what | ours | PyTorch {} | plain system calls |", venv::NEWEST);
-    println!("|---|---:|---:|---:|");
-    for row in rows {
-        println!("| {} | {} | {} | {} |", row.what, row.ours, row.torch, row.limit);
-    }
+    print(&mut rows);
     Ok(())
 }
 

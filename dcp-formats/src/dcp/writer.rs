@@ -45,8 +45,8 @@ use crate::upload::{ByteProgress, FileOptions, upload_bytes};
 /// `.metadata` is unchanged. That detects savers that claim nothing, such as PyTorch, and serves
 /// storages without [claims](dcp_core::storage::Capabilities::claims), where two commits at the
 /// same moment can both pass the check. Where the storage replaces by
-/// [version](dcp_core::storage::Capabilities::conditional_put), it detects every change itself, and the
-/// check runs while the sidecar is written.
+/// [version](dcp_core::storage::Capabilities::conditional_put), it detects every change itself, and
+/// the check runs while the sidecar is written.
 pub struct DcpWriter {
     pub(super) storage: Arc<dyn Storage>,
     pub(super) options: Options,
@@ -54,8 +54,8 @@ pub struct DcpWriter {
     created: Mutex<HashSet<Key>>,
 }
 
-/// The default of [`DcpWriterBuilder::upload_bytes`] for data that is not in memory: with the segments
-/// of which the next part is made, 64 MiB.
+/// The default of [`DcpWriterBuilder::upload_bytes`] for data that is not in memory: with the
+/// segments of which the next part is made, 64 MiB.
 const MADE_BYTES: u64 = 48 << 20;
 
 /// The CRC-32 of the `.metadata` that [`begin`](StorageWriter::begin) found, if there was one.
@@ -165,8 +165,8 @@ impl DcpWriterBuilder {
         self
     }
 
-    /// The step of the training run, and the step of the checkpoint that the run was resumed from or
-    /// saved before, for the [`Sidecar`](super::Sidecar).
+    /// The step of the training run, and the step of the checkpoint that the run was resumed from
+    /// or saved before, for the [`Sidecar`](super::Sidecar).
     pub fn steps(mut self, step: u64, parent_step: Option<u64>) -> Self {
         self.options.origin.step = Some(step);
         self.options.origin.parent_step = parent_step;
@@ -181,10 +181,11 @@ impl DcpWriterBuilder {
         self
     }
 
-    /// The bytes of parts in flight to the storage, over all files of a rank; two parts of each file
-    /// are the minimum. By default as many parts as the storage handles concurrently, in 64 to 256
-    /// MiB, and the next one: a save lends the memory of its tensors. Data that is made or copied, such as that of casts
-    /// and devices, needs memory for its parts, so by default it has 48 MiB and one file at a time.
+    /// The bytes of parts in flight to the storage, over all files of a rank; two parts of each
+    /// file are the minimum. By default as many parts as the storage handles concurrently, in 64 to
+    /// 256 MiB, and the next one: a save lends the memory of its tensors. Data that is made or
+    /// copied, such as that of casts and devices, needs memory for its parts, so by default it has
+    /// 48 MiB and one file at a time.
     pub fn upload_bytes(mut self, bytes: u64) -> Self {
         self.options.upload_bytes = Some(bytes);
         self

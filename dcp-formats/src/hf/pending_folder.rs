@@ -38,7 +38,8 @@ impl fmt::Debug for PendingFolder<'_> {
 }
 
 impl PendingFolder<'_> {
-    /// The second half of [`write_folder`](super::write_folder): publishes the model in place of the old one.
+    /// The second half of [`write_folder`](super::write_folder): publishes the model in place of
+    /// the old one.
     ///
     /// # Errors
     ///

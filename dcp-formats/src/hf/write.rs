@@ -82,9 +82,9 @@ pub struct HfWritten {
 /// # Errors
 ///
 /// Without [`HfWriteOptions::overwrite`] when there is a model, before anything is written
-/// ([`AlreadyExists`](dcp_core::StorageErrorKind::AlreadyExists)); when a header cannot be encoded; when the
-/// data or the storage fails. Everything written is then removed, unless the new index is or may be
-/// in place: then nothing that it names is removed.
+/// ([`AlreadyExists`](dcp_core::StorageErrorKind::AlreadyExists)); when a header cannot be encoded;
+/// when the data or the storage fails. Everything written is then removed, unless the new index is
+/// or may be in place: then nothing that it names is removed.
 pub async fn write_folder(
     storage: &Arc<dyn Storage>,
     plan: &HfPlan,
@@ -113,8 +113,8 @@ pub async fn prepare_folder<'a>(
     folder.write(data, all, progress).await
 }
 
-/// The first step of [`prepare_folder`]: looks at the folder, writes nothing and chooses names that are
-/// free. Several processes that write a model together all choose before one of them writes.
+/// The first step of [`prepare_folder`]: looks at the folder, writes nothing and chooses names that
+/// are free. Several processes that write a model together all choose before one of them writes.
 ///
 /// # Errors
 ///

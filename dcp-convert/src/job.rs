@@ -110,13 +110,19 @@ impl JobOptions {
         self.group.as_ref().map_or(Ok(()), JobGroup::check)
     }
 
-    /// Bytes of one segment of a file that is written from front to back.
-    /// [`parallelism`](Self::parallelism) segments are in flight and share a quarter of the memory;
-    /// another quarter is for data on its way to the storage, or two parts as long as the storage
-    /// prefers them. Larger segments are no faster.
-    pub(crate) fn write_segment_bytes(&self) -> u64 {
-        const WORTH: u64 = 8 << 20;
-        self.segment_bytes(self.parallelism.saturating_mul(4).max(8)).min(WORTH)
+    /// Bytes of one segment of a file that is written from front to back, read from a storage of which a
+    /// request costs as much as `request_bytes` more. [`parallelism`](Self::parallelism) segments are in
+    /// flight and share a quarter of the memory; another quarter is for data on its way to the storage,
+    /// or two parts as long as the storage prefers them.
+    ///
+    /// Where requests are cheap, a segment fits into a processor's level-2 cache, in which its
+    /// checksums are computed. Longer ones than the maximum are no faster from an object store.
+    pub(crate) fn write_segment_bytes(&self, request_bytes: u64) -> u64 {
+        const CACHED: u64 = 2 << 20;
+        const LONGEST: u64 = 8 << 20;
+        const REQUESTS_WORTH: u64 = 512;
+        let worth = request_bytes.saturating_mul(REQUESTS_WORTH).clamp(CACHED, LONGEST);
+        self.segment_bytes(self.parallelism.saturating_mul(4).max(8)).min(worth)
     }
 
     /// Bytes of a file on their way to the storage.

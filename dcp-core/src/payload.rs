@@ -10,6 +10,7 @@ use bytes::Bytes;
 pub struct Payload {
     pieces: Arc<[Bytes]>,
     len: u64,
+    crc32: Option<u32>,
 }
 
 impl Payload {
@@ -23,6 +24,20 @@ impl Payload {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Adds the CRC-32 of all bytes, so that a writer that needs it does not compute it. A wrong one
+    /// ends up in the file.
+    #[must_use]
+    pub fn with_crc32(mut self, crc32: u32) -> Self {
+        self.crc32 = Some(crc32);
+        self
+    }
+
+    /// The CRC-32 of all bytes, if it is known. A [`slice`](Self::slice) has none.
+    #[must_use]
+    pub fn crc32(&self) -> Option<u32> {
+        self.crc32
     }
 
     /// The pieces, in order; none is empty.
@@ -63,7 +78,7 @@ impl FromIterator<Bytes> for Payload {
     fn from_iter<I: IntoIterator<Item = Bytes>>(pieces: I) -> Self {
         let pieces: Arc<[Bytes]> = pieces.into_iter().filter(|p| !p.is_empty()).collect();
         let len = pieces.iter().map(|p| p.len() as u64).sum();
-        Self { pieces, len }
+        Self { pieces, len, crc32: None }
     }
 }
 
@@ -113,6 +128,7 @@ mod tests {
         assert_eq!(payload.slice(3..4).to_bytes(), b"d"[..]);
         assert_eq!(payload.slice(5..99).to_bytes(), b"fg"[..]);
         assert!(payload.slice(4..4).is_empty());
+        assert_eq!(payload.clone().with_crc32(5).slice(1..7).crc32(), None);
         let whole = payload.slice(0..7);
         assert_eq!(whole.pieces()[1].as_ptr(), payload.pieces()[1].as_ptr());
     }

@@ -9,6 +9,11 @@ use rustix::io::pwritev;
 /// The maximum pieces of one call; Linux and macOS take up to 1024.
 const PIECES: usize = 1024;
 
+/// The maximum bytes of one call. From 2 MiB on, Linux looks for free memory of 2 MiB for each part of the
+/// page cache, and moves pages to make some where memory is fragmented: such calls took up to ten times
+/// as long.
+const CALL_BYTES: usize = 512 << 10;
+
 /// Pieces shorter than this on average are copied together: a call of a thousand of them would
 /// move little.
 const SHORT: u64 = 4096;
@@ -29,13 +34,17 @@ pub(crate) fn write_payload(file: &mut impl Write, payload: &Payload) -> io::Res
         }
         return joined.flush();
     }
-    for pieces in pieces.chunks(PIECES) {
-        #[cfg(test)]
-        crate::kills::step();
-        let mut slices = pieces.iter().map(|piece| IoSlice::new(piece)).collect::<Vec<_>>();
-        write_slices(file, &mut slices)?;
+    let (mut call, mut byte_len) = (Vec::new(), 0);
+    for part in pieces.iter().flat_map(|piece| piece.chunks(CALL_BYTES)) {
+        if call.len() == PIECES || byte_len + part.len() > CALL_BYTES {
+            write_slices(file, &mut call)?;
+            call.clear();
+            byte_len = 0;
+        }
+        call.push(IoSlice::new(part));
+        byte_len += part.len();
     }
-    Ok(())
+    write_slices(file, &mut call)
 }
 
 /// Writes all bytes of `payload` to a place in the file. Others may write to other places meanwhile.
@@ -66,6 +75,8 @@ impl Write for At<'_> {
 }
 
 fn write_slices(file: &mut impl Write, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+    #[cfg(test)]
+    crate::kills::step();
     while !slices.is_empty() {
         match file.write_vectored(slices) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),

@@ -22,6 +22,7 @@ use crate::integrity::problem::{Problem, judge};
 use crate::integrity::record_audit::RecordMap;
 use crate::job::JobOptions;
 use crate::read::objects::read_objects;
+use crate::read::segment_memory::SegmentMemory;
 use crate::read::stored_items::Placed;
 use crate::read::tensor_read::{TensorReader, read_tensor};
 use crate::source::Source;
@@ -205,14 +206,14 @@ impl Job {
         let element = entry.dtype.size() as u64;
         let total = region.volume().saturating_mul(element);
         let (mut crc, mut at) = (crc32fast::Hasher::new(), 0);
+        let segments = SegmentMemory::new(self.segment);
         // Stored bytes are reported; a compressed chunk has fewer than elements.
         let mut unreported = item.placement.byte_len;
         while at < total {
             self.options.check_group()?;
             let end = total.min(at.saturating_add(self.segment));
-            for piece in read_tensor(&tensor, &region, element, at..end).await?.pieces() {
-                crc.update(piece);
-            }
+            let segment = read_tensor(&tensor, &region, element, at..end, &segments).await?;
+            segment.pieces().iter().for_each(|piece| crc.update(piece));
             let read = unreported.min(end - at);
             self.options.advance(read);
             unreported -= read;

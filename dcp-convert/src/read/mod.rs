@@ -4,6 +4,7 @@ pub(crate) mod chunk_index;
 pub(crate) mod objects;
 pub(crate) mod pieces;
 pub(crate) mod runs;
+pub(crate) mod segment_memory;
 pub(crate) mod stored_items;
 pub(crate) mod tensor_read;
 pub(crate) mod ties;

@@ -15,6 +15,7 @@ use dcp_core::{
 
 use crate::read::chunk_index::ChunkIndex;
 use crate::read::runs::boxes;
+use crate::read::segment_memory::SegmentMemory;
 
 /// A stored tensor to read by boxes.
 #[derive(Clone, Debug)]
@@ -84,6 +85,15 @@ impl TensorReader {
     ///
     /// When a chunk cannot be read, or the chunks do not cover every element exactly once.
     pub async fn read(&self, boxes: &[Region]) -> Result<Bytes, CheckpointError> {
+        self.read_segment(boxes, &SegmentMemory::new(0)).await
+    }
+
+    /// As [`read`](Self::read), into memory of `segments`.
+    async fn read_segment(
+        &self,
+        boxes: &[Region],
+        segments: &Arc<SegmentMemory>,
+    ) -> Result<Bytes, CheckpointError> {
         let dtype = self.tensor()?.dtype;
         let mut plan = LoadPlan::default();
         let mut total = 0_u64;
@@ -91,17 +101,17 @@ impl TensorReader {
             self.plan_box(leaf, wanted, &mut plan)?;
             total = total.saturating_add(wanted.volume().saturating_mul(dtype.size() as u64));
         }
-        let memory = usize::try_from(total).ok().and_then(HostMemory::try_zeroed);
-        let memory = memory.ok_or_else(|| PlanError::OutOfMemory {
+        let lease = segments.take(total).ok_or_else(|| PlanError::OutOfMemory {
             what: format!("parts of {}", Quoted(&self.fqn)),
             byte_len: total,
         })?;
         if !plan.items.is_empty() {
-            let sink = Arc::new(BoxSink { boxes: self.views(boxes, dtype, &memory)? });
+            let sink = Arc::new(BoxSink { boxes: self.views(boxes, dtype, lease.memory())? });
             self.reader.read(&self.metadata, &plan, sink).await?;
         }
-        let read = memory.read();
-        read.map_err(|source| CheckpointError::Memory { fqn: self.fqn.to_string(), source })
+        lease
+            .freeze()
+            .map_err(|source| CheckpointError::Memory { fqn: self.fqn.to_string(), source })
     }
 
     /// Reads the row-major elements `range` of `region`. All of them are in memory at once, so the
@@ -192,12 +202,13 @@ impl DataSink for BoxSink {
     }
 }
 
-/// Reads the bytes `byte_range` of the row-major elements of `region`.
+/// Reads the bytes `byte_range` of the row-major elements of `region`, into memory of `segments`.
 pub(crate) async fn read_tensor(
     reader: &TensorReader,
     region: &Region,
     element_bytes: u64,
     byte_range: Range<u64>,
+    segments: &Arc<SegmentMemory>,
 ) -> Result<Payload, CheckpointError> {
     let element_bytes = element_bytes.max(1);
     let first = byte_range.start / element_bytes;
@@ -206,7 +217,7 @@ pub(crate) async fn read_tensor(
         .map(|inner| inner.translate(region.offsets()))
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| PlanError::from(error).with_fqn(&**reader.fqn()))?;
-    let bytes = reader.read(&wanted).await?;
+    let bytes = reader.read_segment(&wanted, segments).await?;
     let skipped = byte_range.start - first * element_bytes;
     Ok(Payload::from(bytes).slice(skipped..skipped + (byte_range.end - byte_range.start)))
 }

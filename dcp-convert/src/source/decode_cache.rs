@@ -208,6 +208,7 @@ mod tests {
     use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
 
     use super::*;
+    use crate::read::segment_memory::SegmentMemory;
     use crate::read::tensor_read::{TensorReader, read_tensor};
 
     /// Two chunks of 6 × 8 and 4 × 8 bytes, whose elements are their positions in the tensor.
@@ -258,21 +259,23 @@ mod tests {
         let metadata = reader.metadata().await.unwrap();
         let tensor = TensorReader::new(reader, metadata, 0).unwrap();
         let all = Region::full([10, 8]).unwrap();
+        let segments = SegmentMemory::new(5);
         let mut found = Vec::new();
         for at in (0..80).step_by(5) {
-            let part = read_tensor(&tensor, &all, 1, at..at + 5).await.unwrap();
+            let part = read_tensor(&tensor, &all, 1, at..at + 5, &segments).await.unwrap();
             found.extend_from_slice(&part.to_bytes());
         }
         assert_eq!(found, (0..80).collect::<Vec<u8>>());
         assert_eq!(counting.reads.load(Ordering::Relaxed), 2);
-        let at_once = (0..80).step_by(5).map(|at| read_tensor(&tensor, &all, 1, at..at + 5));
+        let part = |at| read_tensor(&tensor, &all, 1, at..at + 5, &segments);
+        let at_once = (0..80).step_by(5).map(part);
         let parts = futures_util::future::try_join_all(at_once).await.unwrap();
         let found: Vec<u8> = parts.iter().flat_map(|part| part.to_bytes()).collect();
         assert_eq!(found, (0..80).collect::<Vec<u8>>());
         // The last chunk was kept; the first is decoded once for all concurrent requests.
         assert_eq!(counting.reads.swap(2, Ordering::Relaxed), 4);
         // What takes chunks whole needs nothing kept.
-        assert_eq!(read_tensor(&tensor, &all, 1, 0..80).await.unwrap().len(), 80);
+        assert_eq!(read_tensor(&tensor, &all, 1, 0..80, &segments).await.unwrap().len(), 80);
         assert_eq!(counting.reads.load(Ordering::Relaxed), 4);
     }
 }

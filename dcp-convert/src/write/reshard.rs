@@ -288,7 +288,7 @@ impl<'a> Job<'a> {
             }
         }
         let data = |parts| -> Arc<dyn DataSource> {
-            Arc::new(CheckpointData::new(self.source, parts, self.options))
+            Arc::new(CheckpointData::hashed(self.source, parts, self.options))
         };
         Ok(ranks.into_iter().map(|rank| (rank.plan, data(rank.parts))).unzip())
     }

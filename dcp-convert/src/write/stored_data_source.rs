@@ -11,12 +11,17 @@ use crc32fast::Hasher;
 use dcp_core::checkpoint::DataSource;
 use dcp_core::metadata::TensorEntry;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, Payload, PlanError, Region};
+use dcp_formats::CrcParts;
 use dcp_formats::torch_object::encode_object;
+use tokio::runtime::Handle;
+use tokio::task::JoinHandle;
+use tracing::Instrument;
 
 use crate::error::ConvertError;
 use crate::integrity::checked_source::CheckedSource;
 use crate::job::JobOptions;
 use crate::read::objects::{read_objects, unread};
+use crate::read::segment_memory::SegmentMemory;
 use crate::read::tensor_read::{TensorReader, read_tensor};
 use crate::source::Source;
 
@@ -40,8 +45,8 @@ pub(crate) struct FirstRead {
     fqn: Arc<str>,
     byte_len: u64,
     crc32: u32,
-    /// The CRC-32 of the second reading so far; ranges ascend without gaps.
-    again: Mutex<Hasher>,
+    /// The CRC-32s of the second reading so far; several ranges are read at once.
+    again: Mutex<CrcParts>,
 }
 
 impl FirstRead {
@@ -50,15 +55,19 @@ impl FirstRead {
         Arc::new(Self { fqn: fqn.into(), byte_len, crc32, again: Mutex::default() })
     }
 
-    /// Adds the next bytes. After the last ones, fails if they differ from the first reading.
-    fn compare(&self, bytes: &[u8], byte_range: &Range<u64>) -> Result<(), FormatError> {
+    /// Adds bytes of the second reading. After the last ones, fails if they differ from the first.
+    fn compare(&self, bytes: &Payload, byte_range: &Range<u64>) -> Result<(), FormatError> {
+        let mut hasher = Hasher::new();
+        bytes.pieces().iter().for_each(|piece| hasher.update(piece));
         let mut again = self.again.lock().unwrap_or_else(PoisonError::into_inner);
-        if byte_range.start == 0 {
-            again.reset();
+        if !again.add(byte_range.start, byte_range.end, hasher.clone()) {
+            // A writer that starts again.
+            *again = CrcParts::new();
+            again.add(byte_range.start, byte_range.end, hasher);
         }
-        again.update(bytes);
-        let found = again.clone().finalize();
-        if byte_range.end < self.byte_len || found == self.crc32 {
+        let Some(found) = again.whole(self.byte_len) else { return Ok(()) };
+        *again = CrcParts::new();
+        if found == self.crc32 {
             return Ok(());
         }
         let problem = format!(
@@ -88,37 +97,91 @@ impl Part {
 
 /// The items of one rank's plan, or of a file, by position.
 #[derive(Debug)]
-pub(crate) struct CheckpointData {
+pub(crate) struct CheckpointData(Arc<Job>);
+
+/// What the tasks that read segments share.
+#[derive(Debug)]
+struct Job {
     /// The source of a [`CheckedSource`].
     source: Source,
     parts: Vec<Part>,
     segment_bytes: u64,
+    segments: Arc<SegmentMemory>,
     options: JobOptions,
+    /// Whether the writer needs CRC-32s.
+    hashed: bool,
 }
 
 impl CheckpointData {
-    /// Data of `parts`.
+    /// Data of `parts`, for a writer without checksums.
     pub(crate) fn new(source: &CheckedSource, parts: Vec<Part>, options: &JobOptions) -> Self {
-        let segment_bytes = options.write_segment_bytes();
-        let (source, options) = (Source::clone(source), options.clone());
-        Self { source, parts, segment_bytes, options }
+        Self::with_hashes(source, parts, options, false)
     }
-}
 
-impl CheckpointData {
+    /// Data of `parts`, for a writer of archives, whose records have CRC-32s.
+    pub(crate) fn hashed(source: &CheckedSource, parts: Vec<Part>, options: &JobOptions) -> Self {
+        Self::with_hashes(source, parts, options, true)
+    }
+
+    fn with_hashes(
+        source: &CheckedSource,
+        parts: Vec<Part>,
+        options: &JobOptions,
+        hashed: bool,
+    ) -> Self {
+        let gap = source.storage.capabilities().coalesce_gap;
+        let segment_bytes = options.write_segment_bytes(gap);
+        let segments = SegmentMemory::new(segment_bytes);
+        let (source, options) = (Source::clone(source), options.clone());
+        Self(Arc::new(Job { source, parts, segment_bytes, segments, options, hashed }))
+    }
+
     /// The number of segments in flight.
     pub(crate) fn in_flight(&self) -> usize {
-        self.options.parallelism.max(1)
+        self.0.options.parallelism.max(1)
     }
 
     /// Bytes on their way to the storage.
     pub(crate) fn upload_bytes(&self) -> u64 {
-        self.options.upload_bytes()
+        self.0.options.upload_bytes()
     }
 }
 
 #[async_trait]
 impl DataSource for CheckpointData {
+    /// Reads a segment in a task of its own: checksums take processor time, and the task that
+    /// requests segments also gathers and sends them.
+    async fn resolve(
+        &self,
+        item: usize,
+        byte_range: Range<u64>,
+    ) -> Result<Payload, CheckpointError> {
+        let job = Arc::clone(&self.0);
+        let reading = async move { job.resolve(item, byte_range).await };
+        match Handle::try_current() {
+            Ok(runtime) => {
+                let mut task = Aborted(runtime.spawn(reading.in_current_span()));
+                (&mut task.0).await.map_err(CheckpointError::application)?
+            }
+            Err(_) => reading.await,
+        }
+    }
+
+    fn segment_bytes(&self) -> u64 {
+        self.0.segment_bytes
+    }
+}
+
+/// A task that ends when nobody waits for it any more.
+struct Aborted(JoinHandle<Result<Payload, CheckpointError>>);
+
+impl Drop for Aborted {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl Job {
     async fn resolve(
         &self,
         item: usize,
@@ -128,24 +191,23 @@ impl DataSource for CheckpointData {
         let len = byte_range.end.saturating_sub(byte_range.start);
         let payload = match self.parts.get(item) {
             Some(Part::Tensor { reader, region, element_bytes }) => {
-                read_tensor(reader, region, *element_bytes, byte_range).await?
+                let (element, segments) = (*element_bytes, &self.segments);
+                read_tensor(reader, region, element, byte_range, segments).await?
             }
             Some(Part::Stored { key, byte_offset, first }) => {
                 let start = byte_offset.saturating_add(byte_range.start);
                 let end = byte_offset.saturating_add(byte_range.end);
-                let bytes = self.source.storage.read_range(key, start..end).await?;
+                let bytes = self.source.storage.read_range(key, start..end).await?.into();
                 if let Some(first) = first {
                     first
                         .compare(&bytes, &byte_range)
                         .map_err(|error| error.in_file(key.as_str(), *byte_offset))?;
                 }
-                Payload::from(bytes)
+                bytes
             }
             Some(Part::Object { metadata, entry, first }) => {
                 let bytes = self.object(metadata, *entry).await?.slice(byte_range.clone());
-                for piece in bytes.pieces() {
-                    first.compare(piece, &byte_range)?;
-                }
+                first.compare(&bytes, &byte_range)?;
                 bytes
             }
             Some(Part::Encoded(bytes)) => Payload::from(bytes.clone()).slice(byte_range),
@@ -155,15 +217,14 @@ impl DataSource for CheckpointData {
             }
         };
         self.options.advance(len);
-        Ok(payload)
+        if !self.hashed {
+            return Ok(payload);
+        }
+        let mut hasher = Hasher::new();
+        payload.pieces().iter().for_each(|piece| hasher.update(piece));
+        Ok(payload.with_crc32(hasher.finalize()))
     }
 
-    fn segment_bytes(&self) -> u64 {
-        self.segment_bytes
-    }
-}
-
-impl CheckpointData {
     /// Encodes an object that was encodable when the plan was made.
     async fn object(
         &self,
@@ -189,7 +250,7 @@ mod tests {
     fn an_object_that_changes_after_it_was_checked_is_refused() {
         let storage = Arc::new(MemoryStorage::new());
         let key = Key::new("__0_0.distcp").unwrap();
-        let resolve = |bytes: &[u8]| {
+        let resolve = |bytes: &[u8], ranges: [Range<u64>; 2]| {
             let put = storage.put(&key, bytes.to_vec().into(), PutMode::Overwrite);
             block_on(put).unwrap();
             let first = Some(FirstRead::new("extra.big", b"as it was"));
@@ -198,13 +259,17 @@ mod tests {
                 (Source::dcp(Arc::clone(&storage) as _, false), JobOptions::default());
             let source = CheckedSource::new(&source, &options);
             let data = CheckpointData::new(&source, vec![part], &options);
-            block_on(data.resolve(0, 0..4)).unwrap();
-            block_on(data.resolve(0, 4..9)).map(|_| ())
+            let [one, other] = ranges;
+            block_on(data.resolve(0, one)).unwrap();
+            block_on(data.resolve(0, other)).map(|_| ())
         };
-        resolve(b"..as it was").unwrap();
-        let error = resolve(b"..As it was").unwrap_err();
-        assert!(matches!(error, CheckpointError::Format(_)), "{error:?}");
-        let error = dcp_core::error::error_chain(&error);
-        assert!(error.contains("extra.big") && error.contains("__0_0.distcp"), "{error}");
+        // Segments are read at once, so a later one may be there first.
+        for ranges in [[0..4, 4..9], [4..9, 0..4]] {
+            resolve(b"..as it was", ranges.clone()).unwrap();
+            let error = resolve(b"..As it was", ranges).unwrap_err();
+            assert!(matches!(error, CheckpointError::Format(_)), "{error:?}");
+            let error = dcp_core::error::error_chain(&error);
+            assert!(error.contains("extra.big") && error.contains("__0_0.distcp"), "{error}");
+        }
     }
 }

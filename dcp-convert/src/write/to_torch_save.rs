@@ -72,7 +72,7 @@ pub async fn to_torch_save(
         return Ok(report.planned(&*source.metadata().await?));
     }
     options.start(outgoing.byte_len);
-    let data = Arc::new(CheckpointData::new(&source, outgoing.parts, options));
+    let data = Arc::new(CheckpointData::hashed(&source, outgoing.parts, options));
     let file = target.torch_save(plan, data).await?;
     file.publish(source).await?;
     Ok(report)
@@ -115,7 +115,7 @@ async fn write_again(
         byte_offset: record.data.start,
         first: None,
     });
-    let data = Arc::new(CheckpointData::new(&source, parts.collect(), options));
+    let data = Arc::new(CheckpointData::hashed(&source, parts.collect(), options));
     let file = target.torch_save(plan, data).await?;
     file.publish(source).await?;
     Ok(report)

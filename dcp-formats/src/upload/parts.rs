@@ -36,6 +36,8 @@ pub(super) struct Parts<'a> {
     /// Bytes beyond the end of the last part.
     beyond: Payload,
     crc32: crc32fast::Hasher,
+    /// Whether `crc32` contains `rest`, whose checksum was known.
+    has_rest: bool,
     encoder: Option<Box<dyn ItemEncoder>>,
     /// Bytes of the file so far, and where the current item begins.
     made: u64,
@@ -56,6 +58,7 @@ impl<'a> Parts<'a> {
             rest: Payload::default(),
             beyond: Payload::default(),
             crc32: crc32fast::Hasher::new(),
+            has_rest: false,
             encoder: file.framing.encoder(),
             made: 0,
             item_start: 0,
@@ -151,6 +154,12 @@ impl<'a> Parts<'a> {
             .into());
         }
         self.resolved = Some(end);
+        let known = payload.crc32().filter(|_| self.framing.needs_crc(self.position));
+        self.has_rest = known.is_some();
+        if let Some(crc32) = known {
+            let segment = crc32fast::Hasher::new_with_initial_len(crc32, payload.len());
+            self.crc32.combine(&segment);
+        }
         self.rest = payload;
         Ok(())
     }
@@ -167,7 +176,7 @@ impl<'a> Parts<'a> {
             rest
         };
         for piece in now.pieces() {
-            if self.framing.needs_crc(self.position) {
+            if !self.has_rest && self.framing.needs_crc(self.position) {
                 self.crc32.update(piece);
             }
             self.emit(part, piece.clone())?;
@@ -247,5 +256,73 @@ impl Gather {
     fn finish(mut self) -> Option<Payload> {
         self.flush();
         if self.pieces.is_empty() { None } else { Some(Payload::from(self.pieces)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use async_trait::async_trait;
+    use dcp_core::Key;
+    use dcp_testing::block_on;
+
+    use super::*;
+
+    /// Bytes that count up; every other segment comes with a checksum.
+    #[derive(Debug)]
+    struct Known;
+
+    #[async_trait]
+    impl DataSource for Known {
+        async fn resolve(&self, _: usize, range: Range<u64>) -> Result<Payload, CheckpointError> {
+            let bytes: Vec<u8> = range.clone().map(|byte| byte as u8).collect();
+            let crc32 = crc32fast::hash(&bytes);
+            let payload = Payload::from(bytes);
+            let known = (range.start / self.segment_bytes()).is_multiple_of(2);
+            Ok(if known { payload.with_crc32(crc32) } else { payload })
+        }
+
+        fn segment_bytes(&self) -> u64 {
+            7
+        }
+    }
+
+    /// Notes the checksums of items.
+    #[derive(Debug, Default)]
+    struct Noting(Mutex<Vec<u32>>);
+
+    impl Framing for Noting {
+        fn before(&self, _: usize) -> Result<Bytes, FormatError> {
+            Ok(Bytes::new())
+        }
+
+        fn after(&self, _: usize, crc32: u32) -> Result<Bytes, FormatError> {
+            self.0.lock().unwrap().push(crc32);
+            Ok(Bytes::new())
+        }
+
+        fn needs_crc(&self, _: usize) -> bool {
+            true
+        }
+
+        fn name(&self, _: usize) -> &'static str {
+            "counting"
+        }
+    }
+
+    #[test]
+    fn checksums_of_segments_make_that_of_the_item() {
+        let key = Key::new("file").unwrap();
+        let lens = [0, 40, 5, 7];
+        let items = lens.map(|byte_len| FileItem { item: 0, byte_len });
+        for limit in [3, 10, 1000] {
+            let framing = Noting::default();
+            let file = FileSpec { key: &key, byte_len: 52, items: &items, framing: &framing };
+            let mut parts = Parts::new(&file, &Known, 2);
+            while block_on(parts.next(limit)).unwrap().is_some() {}
+            let expected = lens.map(|len| crc32fast::hash(&Vec::from_iter(0..len as u8)));
+            assert_eq!(*framing.0.lock().unwrap(), expected, "parts of {limit} bytes");
+        }
     }
 }

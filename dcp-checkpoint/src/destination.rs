@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use dcp_convert::cast::{CastOptions, is_exact};
 use dcp_convert::keys::unmatched_patterns;
 use dcp_convert::{ConversionReport, JobOptions, Source, view};
-use dcp_core::format::{CheckpointTarget, WriterOptions};
+use dcp_core::format::{CheckpointTarget, Compression, WriterOptions};
 use dcp_core::text::without_secrets;
 use dcp_core::{DType, Value};
 use dcp_formats::torch_save::{TorchSaveForm, TorchSaveOptions};
@@ -50,6 +50,7 @@ pub struct Destination {
     legacy: bool,
     device: Option<String>,
     pub(crate) megatron: MegatronTarget,
+    compression: Option<Compression>,
     overwrite: bool,
     rollback: Rollback,
 }
@@ -98,6 +99,7 @@ impl Destination {
             legacy: false,
             device: None,
             megatron: MegatronTarget::default(),
+            compression: None,
             overwrite: false,
             rollback: Rollback::new(),
         }
@@ -170,6 +172,14 @@ impl Destination {
         self
     }
 
+    /// Compresses the data. For [`Format::Dcp`], [`Format::TorchDist`], and a
+    /// [`Format::Registered`] that does.
+    #[must_use]
+    pub fn compression(mut self, compression: impl Into<Option<Compression>>) -> Self {
+        self.compression = compression.into();
+        self
+    }
+
     /// Replaces a target of the same format; until the new one is complete, the old one stays.
     #[must_use]
     pub fn overwrite(mut self, overwrite: bool) -> Self {
@@ -203,6 +213,9 @@ impl Destination {
         };
         let megatron = self.megatron.given();
         let has_ranks = matches!(format, Format::Dcp | Format::Registered(_));
+        if self.compression.is_some() && format.registered().is_none() {
+            return Err(self.not_compressed(format));
+        }
         for (given, option, of) in [
             (self.ranks.is_some() && !has_ranks, "--ranks", Format::Dcp),
             (self.max_shard_bytes.is_some(), "--max-shard-size", Format::HuggingFace),
@@ -218,6 +231,17 @@ impl Destination {
             }
         }
         Ok(format)
+    }
+
+    fn not_compressed(&self, format: Format) -> Error {
+        let message = format!(
+            "--compress is for {} and {}, and {:?} becomes {format}",
+            Format::Dcp,
+            Format::TorchDist,
+            self.uri
+        );
+        let hint = format!("leave it out, or say --to {}", Format::Dcp);
+        Error::new(ErrorKind::InvalidOption, message).with_hint(hint)
     }
 
     pub(crate) fn config_folder(&self) -> Option<&Path> {
@@ -258,10 +282,13 @@ impl Destination {
     ) -> Result<ConversionReport, Error> {
         let (source, cast, unmatched) = self.cast(source, job).await?;
         let source = &source;
-        let options = self.target_options(job);
+        let place_options = self.target_options(job);
         let folders = NewFolders::before(&self.uri, &self.rollback);
-        let place = Place::new(&checkpoint.opener, &self.uri, &options);
+        let place = Place::new(&checkpoint.opener, &self.uri, &place_options);
         let format = self.format()?;
+        let options = WriterOptions::default()
+            .with_overwrite(self.overwrite)
+            .with_compression(self.compression);
         let mut report = match format {
             // One file is written by one process.
             Format::Safetensors | Format::TorchSave if !job.is_coordinator() => {
@@ -294,8 +321,10 @@ impl Destination {
             }
             Format::Dcp | Format::Registered(_) => {
                 let target = target_of(&checkpoint.opener, format)?;
+                if self.compression.is_some() && !target.compresses() {
+                    return Err(self.not_compressed(format));
+                }
                 let storage = place.checkpoint(target).await?;
-                let options = WriterOptions::default().with_overwrite(self.overwrite);
                 let writer = target.writer(storage, &options)?;
                 dcp_convert::reshard(source, &*writer, self.ranks.unwrap_or(1), job).await?
             }
@@ -303,7 +332,7 @@ impl Destination {
                 let storage = place.checkpoint(target_of(&checkpoint.opener, format)?).await?;
                 let layout = how.layout.unwrap_or_else(|| ParallelLayout::new(1, 1));
                 let what = (layout, how.common);
-                self.megatron.write(source, storage, what, self.overwrite, job).await?
+                self.megatron.write(source, storage, what, &options, job).await?
             }
         };
         if !job.dry_run {
@@ -409,5 +438,13 @@ mod tests {
         let folder = Destination::new("x").to(Format::Dcp).ranks(2);
         assert_eq!(folder.format().unwrap(), Format::Dcp);
         assert!(folder.megatron(MegatronTarget::new().tp(2)).format().is_err());
+        for (name, to, is_refused) in [
+            ("model.pt", None, true),
+            ("x", Some(Format::HuggingFace), true),
+            ("x", Some(Format::TorchDist), false),
+        ] {
+            let compressed = Destination::new(name).to(to).compression(Compression::ZSTD);
+            assert_eq!(compressed.format().is_err(), is_refused, "{name}");
+        }
     }
 }

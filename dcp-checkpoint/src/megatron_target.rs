@@ -5,6 +5,7 @@ use std::sync::Arc;
 use dcp_convert::keys::StatePart;
 use dcp_convert::read::read_object;
 use dcp_convert::{ConversionReport, JobOptions, Selection, Source};
+use dcp_core::format::WriterOptions;
 use dcp_core::{Storage, Value};
 use dcp_megatron::disk::COMMON_STATE;
 use dcp_megatron::jobs::to_torch_dist;
@@ -148,14 +149,15 @@ impl MegatronTarget {
         source: &Source,
         storage: Arc<dyn Storage>,
         (layout, common): (ParallelLayout, Option<Value>),
-        overwrite: bool,
+        options: &WriterOptions,
         job: &JobOptions,
     ) -> Result<ConversionReport, Error> {
         let mut writer = MegatronWriter::builder(storage)
             .upload_bytes(0)
             .form(self.form.unwrap_or(MegatronForm::CommonFile))
             .integrity(self.integrity)
-            .overwrite(overwrite);
+            .overwrite(options.overwrite)
+            .compression(options.compression)?;
         if let Some(common) = common {
             writer = writer.common(common);
         }

@@ -2,6 +2,7 @@
 
 use dcp_convert::JobOptions;
 use dcp_convert::keys::StatePart;
+use dcp_core::format::Compression;
 use dcp_olmo::OptimizerLayout;
 
 use crate::checkpoint::Checkpoint;
@@ -67,6 +68,12 @@ impl Resharding<'_> {
     /// Writes for this layout. For a checkpoint of Megatron-Core.
     pub fn megatron(mut self, layout: MegatronTarget) -> Self {
         self.destination = self.destination.megatron(layout);
+        self
+    }
+
+    /// Compresses the data.
+    pub fn compression(mut self, compression: impl Into<Option<Compression>>) -> Self {
+        self.destination = self.destination.compression(compression);
         self
     }
 

@@ -39,6 +39,7 @@ Examples:
   dcp convert runs/step_1000 my-model --to hf --dtype bf16 --config original-model
   dcp convert runs/step_1000 everything.pt
   dcp convert model.safetensors as_dcp --to dcp
+  dcp convert model.safetensors small --to dcp --compress zstd
   dcp convert DeepSeek-V3 plain --to hf --dequantize bf16
   dcp convert runs/step_1000 model.safetensors --model-only --dry-run
   dcp convert runs/step_1000 ema.safetensors --include 'ema.*' --rename 's/^ema\\.//'

@@ -4,6 +4,7 @@ use clap::Args;
 use dcp::checkpoint::Need;
 
 use crate::failure::Failure;
+use crate::options::Compress;
 use crate::options::MegatronOptimizer;
 use crate::options::TorchDist;
 use crate::options::Writing;
@@ -43,6 +44,7 @@ const MEGATRONS: [&str; 11] = [
 Examples:
   dcp reshard runs/step_1000 resharded --ranks 8
   dcp reshard runs/step_1000 merged --ranks 1
+  dcp reshard runs/step_1000 archived --ranks 1 --compress zstd:10
   dcp reshard runs/step_1000 resharded --ranks 8 --no-optimizer --dry-run
   dcp reshard run/step1000 nested --ranks 8 --optimizer-layout nested
   dcp reshard run/iter_0001000 resharded --tp 4 --pp 2
@@ -64,6 +66,9 @@ pub(crate) struct Reshard {
         conflicts_with_all = MEGATRONS
     )]
     pub(crate) ranks: Option<u32>,
+
+    #[command(flatten)]
+    compress: Compress,
 
     #[command(flatten)]
     torch_dist: TorchDist,
@@ -91,6 +96,7 @@ pub(crate) fn reshard(args: &Reshard, session: &Session) -> Result<(), Failure> 
             .reshard(&args.target)
             .ranks(args.ranks)
             .megatron(args.torch_dist.target())
+            .compression(args.compress.method())
             .keys(keys)
             .optimizer(args.megatron_optimizer.options())
             .optimizer_layout(args.optimizer.layout())

@@ -10,6 +10,7 @@ use clap::{Args, Command};
 use dcp::DType;
 use dcp::checkpoint::{self, Format, Rollback};
 
+use super::compress::Compress;
 use super::parse::{parse_bytes, parse_dtype};
 use super::torch_dist::TorchDist;
 use super::writing::Writing;
@@ -114,6 +115,9 @@ pub(crate) struct Destination {
     device: Option<String>,
 
     #[command(flatten)]
+    compress: Compress,
+
+    #[command(flatten)]
     pub(crate) torch_dist: TorchDist,
 
     #[command(flatten)]
@@ -131,6 +135,7 @@ impl Destination {
             .legacy(self.legacy)
             .device(self.device.clone())
             .megatron(self.torch_dist.target())
+            .compression(self.compress.method())
             .overwrite(self.writing.overwrite)
             .rollback(rollback);
         for pattern in &self.keep_dtype {

@@ -1,5 +1,6 @@
 //! Options that several commands share.
 
+mod compress;
 mod destination;
 mod global;
 mod keys;
@@ -9,6 +10,7 @@ mod parse;
 mod torch_dist;
 mod writing;
 
+pub(crate) use compress::Compress;
 pub(crate) use destination::{Destination, with_targets};
 pub(crate) use global::Global;
 pub(crate) use keys::{KeyOptions, OptimizerKeys, parse_rename};

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use dcp::DType;
 use dcp::checkpoint::text::float_dtype;
+use dcp::core::format::Compression;
 
 /// Reads a floating-point dtype by PyTorch's name or a short one.
 pub(crate) fn parse_dtype(text: &str) -> Result<DType, String> {
@@ -33,6 +34,22 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
     if bytes < 9e15 { Ok(bytes as u64) } else { Err(format!("{text:?} is too many bytes")) }
 }
 
+/// Reads a compression: `zstd`, `zstd:19`.
+pub(crate) fn parse_compression(text: &str) -> Result<Compression, String> {
+    let (name, level) = match text.split_once(':') {
+        Some((name, level)) => (name, Some(level)),
+        None => (text, None),
+    };
+    if name != "zstd" {
+        return Err(format!("{text:?} is not a compression; write zstd or zstd:LEVEL"));
+    }
+    let Some(level) = level else { return Ok(Compression::ZSTD) };
+    match level.parse() {
+        Ok(level) if (-7..=22).contains(&level) && level != 0 => Ok(Compression::Zstd(level)),
+        _ => Err(format!("{level:?} is not a level of zstd from 1 to 22 or -7 to -1")),
+    }
+}
+
 /// Reads a duration: `30d`, `12h`, `90min`, `45s`, `2w`.
 pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
     let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
@@ -54,7 +71,20 @@ pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
 mod tests {
     use std::time::Duration;
 
-    use super::{parse_bytes, parse_duration};
+    use dcp::core::format::Compression;
+
+    use super::{parse_bytes, parse_compression, parse_duration};
+
+    #[test]
+    fn a_compression_may_have_a_level() {
+        for (text, level) in [("zstd", 3), ("zstd:1", 1), ("zstd:22", 22), ("zstd:-7", -7)] {
+            assert_eq!(parse_compression(text), Ok(Compression::Zstd(level)), "{text}");
+        }
+        for text in ["", "gzip", "zstd=3", "zstd:", "zstd:0", "zstd:23", "zstd:-8", "zstd:x", "19"]
+        {
+            assert!(parse_compression(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn durations_have_units() {

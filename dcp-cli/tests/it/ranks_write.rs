@@ -69,6 +69,8 @@ fn megatron(name: &str) -> String {
 #[test]
 fn ranks_reshard_as_one_process_does() {
     writes_the_same("reshard", &pytorch("fsdp2_adam_2r"), &["--ranks", "5"]);
+    let compressed = ["--ranks", "5", "--compress", "zstd"];
+    writes_the_same("reshard", &pytorch("fsdp2_adam_2r"), &compressed);
     writes_the_same("reshard", &pytorch("tp_fsdp_2x2"), &["--ranks", "3", "--no-optimizer"]);
     writes_the_same("reshard", &megatron("gpt_tp2pp2_swiglu/ckpt"), &["--tp", "4", "--pp", "1"]);
 }
@@ -91,6 +93,7 @@ fn ranks_convert_megatron_as_one_process_does() {
     writes_the_same("convert", &run, &["--to", "hf", "--max-shard-size", "64KiB"]);
     dcp(["convert", &run, &hf, "--to", "hf"]).ok();
     writes_the_same("convert", &hf, &["--to", "torch-dist", "--tp", "2", "--integrity"]);
+    writes_the_same("convert", &hf, &["--to", "torch-dist", "--compress", "zstd:5"]);
 }
 
 #[test]

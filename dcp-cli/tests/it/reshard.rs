@@ -69,6 +69,44 @@ fn contents_stay_whatever_the_ranks() {
 }
 
 #[test]
+fn compressed_contents_stay_and_take_less_room() {
+    let folder = tempfile::tempdir().unwrap();
+    let plain = path(&folder, "plain");
+    let plain = dcp(["reshard", "fsdp2_adam_2r", &plain, "--ranks", "2", "--json"]).json();
+    let file = path(&folder, "x.safetensors");
+    for (name, level) in [("usual", "zstd"), ("smallest", "zstd:19")] {
+        let target = path(&folder, name);
+        let args = ["reshard", "fsdp2_adam_2r", &target, "--ranks", "2", "--compress", level];
+        let report = dcp([&args[..], &["--json"]].concat()).json();
+        let bytes = |report: &Value| report["bytes"].as_u64().unwrap();
+        assert!(bytes(&report) * 2 < bytes(&plain), "{report} {plain}");
+        dcp(["verify", &target, "--deep"]).ok();
+        dcp(["convert", &target, &file, "--to", "safetensors", "--overwrite"]).ok();
+        assert_same_tensors(&tensors(file.as_ref()), "fsdp2_adam_2r");
+        // Of compressed data, a copy is not compressed.
+        let again = path(&folder, &format!("{name}_again"));
+        let report = dcp(["convert", &target, &again, "--to", "dcp", "--json"]).json();
+        assert!(bytes(&report) * 2 > bytes(&plain));
+    }
+}
+
+#[test]
+fn what_cannot_be_compressed_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, format) in [("a.safetensors", "safetensors"), ("b.pt", "torch-save"), ("c", "hf")] {
+        let target = path(&folder, name);
+        let args = ["convert", "t21_plain", &target, "--to", format, "--compress", "zstd"];
+        dcp(args).fails(2, &["--compress is for dcp and torch-dist", "hint: leave it out"]);
+        assert!(!Path::new(&target).exists());
+    }
+    let target = path(&folder, "d");
+    for level in ["zstd:0", "zstd:23", "gzip"] {
+        let args = ["reshard", "t21_plain", &target, "-n", "1", "--compress", level];
+        dcp(args).fails(2, &["--compress <METHOD>", "zstd"]);
+    }
+}
+
+#[test]
 fn tensors_are_cut_along_their_first_axis() {
     let folder = tempfile::tempdir().unwrap();
     let target = path(&folder, "r4");

@@ -33,7 +33,7 @@ pub use recognized::{
 };
 pub use registry::{FolderMatch, FormatRegistry, natural};
 pub use subfolder::Subfolder;
-pub use target::{CheckpointTarget, Existing, Occupant, OccupantRun, WriterOptions};
+pub use target::{CheckpointTarget, Compression, Existing, Occupant, OccupantRun, WriterOptions};
 
 /// A checkpoint format, as a plug-in of everything that opens checkpoints.
 ///

@@ -24,6 +24,12 @@ pub trait CheckpointTarget: fmt::Debug + Send + Sync {
     /// read it.
     fn existing(&self, folder: &Folder<'_>, metadata: Option<&CheckpointMetadata>) -> Existing;
 
+    /// Whether the writer applies [`WriterOptions::compression`]; false by default. Jobs refuse to
+    /// compress what is written in other formats.
+    fn compresses(&self) -> bool {
+        false
+    }
+
     /// The writer of a checkpoint in `storage`, for a job that has a place for everything that the
     /// format needs.
     ///
@@ -43,6 +49,21 @@ pub trait CheckpointTarget: fmt::Debug + Send + Sync {
 pub struct WriterOptions {
     /// Whether an existing checkpoint is replaced. Otherwise it is an error.
     pub overwrite: bool,
+    /// How data is compressed; not at all by default.
+    pub compression: Option<Compression>,
+}
+
+/// How the data of a checkpoint is compressed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Compression {
+    /// With zstd, at a level from 1 (fastest) to 22 (smallest), or a negative one.
+    Zstd(i32),
+}
+
+impl Compression {
+    /// zstd at level 3, its usual one.
+    pub const ZSTD: Self = Self::Zstd(3);
 }
 
 impl WriterOptions {
@@ -50,6 +71,13 @@ impl WriterOptions {
     #[must_use]
     pub fn with_overwrite(mut self, overwrite: bool) -> Self {
         self.overwrite = overwrite;
+        self
+    }
+
+    /// The same, which compresses in this way.
+    #[must_use]
+    pub fn with_compression(mut self, compression: impl Into<Option<Compression>>) -> Self {
+        self.compression = compression.into();
         self
     }
 }

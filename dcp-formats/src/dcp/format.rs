@@ -261,6 +261,10 @@ impl CheckpointTarget for DcpFormat {
         }
     }
 
+    fn compresses(&self) -> bool {
+        true
+    }
+
     fn writer(
         &self,
         storage: Arc<dyn Storage>,
@@ -268,7 +272,7 @@ impl CheckpointTarget for DcpFormat {
     ) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
         // A conversion has no memory to lend: two parts of each file are in flight.
         let writer = DcpWriter::builder(storage).overwrite(options.overwrite).upload_bytes(0);
-        Ok(Arc::new(writer.build()))
+        Ok(Arc::new(writer.compression(options.compression)?.build()))
     }
 }
 

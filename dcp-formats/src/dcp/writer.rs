@@ -9,6 +9,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::{DataSource, SaveSession, WriteReport};
 use dcp_core::error::StorageOp;
+use dcp_core::format;
 use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
 use dcp_core::storage::{PutMode, StorageExt as _};
 use dcp_core::{
@@ -200,6 +201,26 @@ impl DcpWriterBuilder {
     pub fn zstd(mut self, zstd: impl Into<Option<Zstd>>) -> Self {
         self.options.compression = zstd.into().map_or(Compression::None, Compression::Zstd);
         self
+    }
+
+    /// Compresses items, if there is a compression.
+    ///
+    /// # Errors
+    ///
+    /// For a compression that this build does not have.
+    pub fn compression(
+        self,
+        compression: impl Into<Option<format::Compression>>,
+    ) -> Result<Self, CheckpointError> {
+        match compression.into() {
+            None => Ok(self),
+            #[cfg(feature = "zstd")]
+            Some(format::Compression::Zstd(level)) => Ok(self.zstd(Zstd::new().level(level))),
+            Some(other) => {
+                let problem = format!("this build does not have {other:?}; enable its feature");
+                Err(FormatError::new("compression", problem).into())
+            }
+        }
     }
 
     /// Receives the number of bytes written, part by part.

@@ -289,6 +289,10 @@ impl CheckpointTarget for MegatronCoreFormat {
         }
     }
 
+    fn compresses(&self) -> bool {
+        true
+    }
+
     /// The writer of a checkpoint with an empty common state; [`to_torch_dist`] fills it.
     ///
     /// [`to_torch_dist`]: crate::jobs::to_torch_dist
@@ -299,7 +303,7 @@ impl CheckpointTarget for MegatronCoreFormat {
     ) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
         // A conversion has no memory to lend: two parts of each file are in flight.
         let writer = MegatronWriter::builder(storage).overwrite(options.overwrite).upload_bytes(0);
-        Ok(Arc::new(writer.build()))
+        Ok(Arc::new(writer.compression(options.compression)?.build()))
     }
 }
 

@@ -3,8 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
+use dcp_core::format::Compression;
 use dcp_core::value::Dict;
-use dcp_core::{Key, Storage, Value};
+use dcp_core::{CheckpointError, Key, Storage, Value};
 use dcp_formats::ByteProgress;
 use dcp_formats::dcp::{DcpWriterBuilder, FileLayout};
 use dcp_formats::metadata::Profile;
@@ -86,6 +87,20 @@ impl MegatronWriterBuilder {
     pub fn profile(mut self, profile: Profile) -> Self {
         self.profile = profile;
         self
+    }
+
+    /// Compresses tensors and objects, if there is a compression; not the common state. PyTorch 2.7
+    /// and later load it.
+    ///
+    /// # Errors
+    ///
+    /// As [`DcpWriterBuilder::compression`](dcp_formats::dcp::DcpWriterBuilder::compression).
+    pub fn compression(
+        mut self,
+        compression: impl Into<Option<Compression>>,
+    ) -> Result<Self, CheckpointError> {
+        self.dcp = self.dcp.compression(compression)?;
+        Ok(self)
     }
 
     /// Reports the bytes written.

@@ -116,7 +116,10 @@ impl Merge<'_> {
         let taken = taken_of(&selection, &merged).await?;
         let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
         let allow = self.allow_corrupt_optimizer;
-        refuse_corrupt(allow, &refs, |fqn| taken.contains(fqn), job).await?;
+        // Where a state is corrupt, rank 0 of a group fails, and all ranks with it.
+        if let Some(job) = &job.of_coordinator() {
+            refuse_corrupt(allow, &refs, |fqn| taken.contains(fqn), job).await?;
+        }
         let unmatched = unmatched_in(&selection, [&merged]).await?;
         let merged = selection.apply(&merged, job).await?;
         let mut report = self.destination.write(&merged, first, how, job).await?;
@@ -198,7 +201,10 @@ impl Average<'_> {
         let unmatched = unmatched_in(&selection, stored).await?;
         let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
         let allow = self.allow_corrupt_optimizer;
-        refuse_corrupt(allow, &refs, |fqn| taken.contains(fqn), job).await?;
+        // Where a state is corrupt, rank 0 of a group fails, and all ranks with it.
+        if let Some(job) = &job.of_coordinator() {
+            refuse_corrupt(allow, &refs, |fqn| taken.contains(fqn), job).await?;
+        }
         let rule = self.destination.cast_rule();
         let casts = rule.is_some();
         let options = match rule {
@@ -220,6 +226,9 @@ impl Average<'_> {
         let mut report = self.destination.write(&source, first, how, job).await?;
         report.not_taken = not_taken;
         report.unmatched.splice(..0, unmatched);
+        if let Some(group) = &job.group {
+            view.gather_counts(group).await?;
+        }
         let cast = view.report();
         if casts || cast.lost_range().next().is_some() {
             report.cast = Some(cast);

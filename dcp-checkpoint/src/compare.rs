@@ -105,7 +105,8 @@ impl Statistics<'_> {
         self
     }
 
-    /// Reads every byte of the keys once. A [note](StatsReport::notes) says if the optimizer's state is damaged.
+    /// Reads every byte of the keys once. A [note](StatsReport::notes) says if the optimizer's state is
+    /// damaged. The ranks of a group divide the work, and rank 0 has the result.
     ///
     /// # Errors
     ///
@@ -125,8 +126,10 @@ impl Statistics<'_> {
             }
         };
         let mut report = dcp_convert::stats(source, &selection, &self.job).await?;
+        // Rank 0 of a group has the report of all.
+        let Some(job) = self.job.of_coordinator() else { return Ok(report) };
         let taken = taken_of(&selection, source).await?;
-        checkpoint.note_optimizer(|fqn| taken.contains(fqn), &self.job, &mut notes).await;
+        checkpoint.note_optimizer(|fqn| taken.contains(fqn), &job, &mut notes).await;
         report.notes = notes.into_said();
         Ok(report)
     }
@@ -151,7 +154,8 @@ impl Comparison<'_> {
         self
     }
 
-    /// Compares the two. [Notes](DiffReport::notes) say if the optimizer's state of one is damaged.
+    /// Compares the two. [Notes](DiffReport::notes) say if the optimizer's state of one is damaged. The
+    /// ranks of a group divide the work, and rank 0 has the result.
     ///
     /// # Errors
     ///
@@ -159,11 +163,12 @@ impl Comparison<'_> {
     pub async fn run(self) -> Result<DiffReport, Error> {
         let mut notes = self.a.opener.notes();
         let (a, b) = (Whole::of(self.a).await?, Whole::of(self.b).await?);
-        let (options, job) = (&self.options, &self.job);
-        let mut report = dcp_convert::diff(&a.source, &b.source, options, job).await?;
-        if options.keys_only {
+        let options = &self.options;
+        let mut report = dcp_convert::diff(&a.source, &b.source, options, &self.job).await?;
+        // Rank 0 of a group has the report of all.
+        let Some(job) = self.job.of_coordinator().filter(|_| !options.keys_only) else {
             return Ok(report);
-        }
+        };
         for (checkpoint, side) in [(&a, &options.a), (&b, &options.b)] {
             let metadata = checkpoint.source.metadata().await?;
             let compared: HashSet<&str> = side
@@ -172,7 +177,7 @@ impl Comparison<'_> {
                 .filter(|key| options.compares(&key.fqn))
                 .filter_map(|key| Some(&**metadata.at(key.entry)?.0))
                 .collect();
-            checkpoint.note_optimizer(|fqn| compared.contains(fqn), job, &mut notes).await;
+            checkpoint.note_optimizer(|fqn| compared.contains(fqn), &job, &mut notes).await;
         }
         report.notes = notes.into_said();
         Ok(report)

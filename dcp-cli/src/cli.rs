@@ -96,15 +96,17 @@ impl Command {
     pub(crate) fn sharing(&self) -> Sharing {
         match self {
             Self::Verify(verify) if verify.deep => Sharing::All,
-            Self::Convert(_) | Self::Copy(_) | Self::Reshard(_) => Sharing::All,
-            Self::Stats(_)
-            | Self::Diff(_)
-            | Self::Report(_)
+            Self::Diff(diff) if !diff.keys_only => Sharing::All,
+            Self::Convert(_)
+            | Self::Copy(_)
+            | Self::Reshard(_)
+            | Self::Stats(_)
             | Self::Average(_)
             | Self::Merge(_)
-            | Self::Prune(_)
-            | Self::Unshard(_)
-            | Self::RewriteMetadata(_) => Sharing::First,
+            | Self::Unshard(_) => Sharing::All,
+            Self::Diff(_) | Self::Report(_) | Self::Prune(_) | Self::RewriteMetadata(_) => {
+                Sharing::First
+            }
             _ => Sharing::None,
         }
     }

@@ -101,8 +101,16 @@ impl JobOptions {
     /// These options for a job that rank 0 does alone; `None` on other ranks.
     #[must_use]
     pub fn of_coordinator(&self) -> Option<Self> {
-        let group = self.group.as_ref().map(JobGroup::of_coordinator);
-        self.is_coordinator().then(|| Self { group, ..self.clone() })
+        self.is_coordinator().then(|| self.of_one_rank())
+    }
+
+    /// These options for a part of the work that this rank does by itself. Only rank 0 has the progress,
+    /// which is that of all.
+    #[must_use]
+    pub fn of_one_rank(&self) -> Self {
+        let group = self.group.as_ref().map(JobGroup::of_one_rank);
+        let progress = self.progress.clone().filter(|_| self.is_coordinator());
+        Self { group, progress, ..self.clone() }
     }
 
     /// Fails when another rank of the group has failed or was lost.

@@ -55,27 +55,35 @@ pub(crate) fn main(args: &[&str]) -> Result {
 /// A command that processes share.
 struct Job {
     name: &'static str,
-    /// Before and after the names of source and target.
-    command: &'static str,
-    options: &'static [&'static str],
+    /// The command with SOURCE and TARGET in place of their names.
+    args: &'static [&'static str],
     writes: bool,
 }
 
-const JOBS: [Job; 4] = [
-    Job { name: "`verify --deep`", command: "verify", options: &["--deep"], writes: false },
+const JOBS: [Job; 7] = [
+    Job { name: "`verify --deep`", args: &["verify", "SOURCE", "--deep"], writes: false },
+    Job { name: "`stats`", args: &["stats", "SOURCE"], writes: false },
+    Job { name: "`diff`", args: &["diff", "SOURCE", "SOURCE"], writes: false },
     Job {
         name: "`reshard --ranks 12`",
-        command: "reshard",
-        options: &["--ranks", "12"],
+        args: &["reshard", "SOURCE", "TARGET", "--ranks", "12"],
         writes: true,
     },
     Job {
         name: "`convert --to hf --max-shard-size 128MiB`",
-        command: "convert",
-        options: &["--to", "hf", "--max-shard-size", "128MiB"],
+        args: &["convert", "SOURCE", "TARGET", "--to", "hf", "--max-shard-size", "128MiB"],
         writes: true,
     },
-    Job { name: "`copy --lengths`", command: "copy", options: &["--lengths"], writes: true },
+    Job {
+        name: "`average --to dcp --ranks 12` of two",
+        args: &["average", "SOURCE", "SOURCE", "--out", "TARGET", "--to", "dcp", "--ranks", "12"],
+        writes: true,
+    },
+    Job {
+        name: "`copy --lengths`",
+        args: &["copy", "SOURCE", "TARGET", "--lengths"],
+        writes: true,
+    },
 ];
 
 struct Bench {
@@ -148,15 +156,15 @@ impl Bench {
         let target = self.folder.join("target");
         let of_rank = |rank: u32| {
             let mut command = Command::new(&self.command);
-            command.args(["-q", job.command]).arg(self.source());
-            if job.writes {
-                command.arg(&target);
-            }
+            command.arg("-q").args(job.args.iter().map(|&arg| match arg {
+                "SOURCE" => self.source(),
+                "TARGET" => target.clone(),
+                arg => PathBuf::from(arg),
+            }));
             if let Some(trace) = trace {
                 command.arg("--trace").arg(trace.join("trace.json"));
             }
             command
-                .args(job.options)
                 .env("RANK", rank.to_string())
                 .env("WORLD_SIZE", processes.to_string())
                 .env("MASTER_ADDR", "127.0.0.1")

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crate::process::{Scratch, output, run, succeeds};
-use crate::{Result, workspace};
+use crate::{Result, venv, workspace};
 
 /// What a cluster of Slurm consists of. Debian has it in slurm-wlm and munge.
 const SLURM: [&str; 5] = ["munged", "slurmctld", "slurmd", "srun", "sbatch"];
@@ -58,18 +58,18 @@ fn program_path(program: &str) -> Option<PathBuf> {
     folders.map(|folder| folder.join(program)).find(|file| file.exists())
 }
 
-/// Compares the manifests with the schemas of Kubernetes, where the program for it is.
+/// Compares the manifests with the schemas of Kubernetes and JobSet, where their packages can be had.
 fn kubernetes() -> Result {
     let files = files("kubernetes", "yaml")?;
-    if !succeeds(Command::new("kubeconform").arg("-v")) {
-        println!(
-            "SKIPPED: the schemas of Kubernetes are not compared, there is no kubeconform here"
-        );
-        return Ok(());
-    }
-    let mut command = Command::new("kubeconform");
-    command.args(["-strict", "-summary", "-ignore-missing-schemas"]).args(files);
-    run(&mut command)
+    let python = match venv::kubernetes() {
+        Ok(python) => python,
+        Err(error) => {
+            println!("SKIPPED: the manifests are not compared with schemas: {error}");
+            return Ok(());
+        }
+    };
+    let script = workspace::root().join("xtask/python/kubernetes_schemas.py");
+    run(Command::new(python).arg(script).args(files))
 }
 
 /// A Slurm of this machine alone, in a folder; it ends when it is dropped.

@@ -110,6 +110,27 @@ pub(crate) fn object() -> Result<PathBuf> {
     on_top("object", &[S3FS, S3_TORCH_CONNECTOR], OBJECT_NEEDS)
 }
 
+/// Packages that have the schemas of Kubernetes and JobSet in them.
+const KUBERNETES: [&str; 2] = ["kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0"];
+
+/// The Python of an environment with schemas of Kubernetes; it has no torch.
+pub(crate) fn kubernetes() -> Result<PathBuf> {
+    let folder = cache()?.join("kubernetes");
+    let python = folder.join("bin").join("python");
+    let complete = folder.join(COMPLETE);
+    let wanted = KUBERNETES.join(" ");
+    if std::fs::read_to_string(&complete).is_ok_and(|installed| installed == wanted) {
+        return Ok(python);
+    }
+    println!("making {}", folder.display());
+    process::run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&folder))?;
+    let mut pip = Command::new(&python);
+    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+    process::run(pip.args(KUBERNETES))?;
+    std::fs::write(complete, wanted)?;
+    Ok(python)
+}
+
 /// The Python of an environment in which `packages`, which request a PyTorch but run on this one,
 /// and what they `need` are on top of the environment of [`NEWEST`].
 fn on_top(name: &str, packages: &[&str], needs: &[&str]) -> Result<PathBuf> {

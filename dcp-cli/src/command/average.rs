@@ -121,7 +121,7 @@ pub(crate) fn average(args: &Average, session: &Session) -> Result<(), Failure> 
             .keys(keys)
             .options(args.options())
             .allow_corrupt_optimizer(args.corrupt_optimizer.allow_corrupt_optimizer)
-            .job(args.destination.writing.options(bar.options()));
+            .job(session.shared(args.destination.writing.options(bar.options())));
         Ok(average.run().await?)
     })?;
     let report = &averaged.written.report;

@@ -2,10 +2,10 @@
 
 use clap::Args;
 use dcp::checkpoint::Need;
+use dcp::convert::Selection;
 use dcp::convert::element::Tolerance;
 use dcp::convert::jobs::diff::DiffOptions;
 use dcp::convert::keys::{Rename, StatePart};
-use dcp::convert::{JobOptions, Selection};
 use dcp::planner::KeyFilter;
 
 use crate::failure::{Exit, Failure};
@@ -33,6 +33,7 @@ Examples:
   dcp diff a b --rename-b 's/^transformer\\.h\\.(\\d+)/model.layers.\\1/'
   dcp diff a b --keys-only                           reads no tensor
   dcp diff a b -q || echo different                  in a script
+  srun -n 8 dcp diff a b                             each rank compares a part
 
 Values:
   Without --rtol and --atol, elements of one dtype are equal when all their bits are: 0.0 differs
@@ -167,12 +168,15 @@ pub(crate) fn diff(args: &Diff, session: &Session) -> Result<(), Failure> {
             let a = session.open(&args.a, Need::Whole).await?;
             let b = session.open(&args.b, Need::Whole).await?;
             let bar = Bar::new(out, "comparing");
-            let job: JobOptions = bar.options().with_max_memory(args.max_memory);
+            let job = session.shared(bar.options().with_max_memory(args.max_memory));
             let diff = a.diff(&b).options(options).job(job);
             Ok(diff.run().await?)
         })
         // A checkpoint that cannot be read is neither equal nor different.
         .map_err(|failure| failure.instead_of(Exit::Bad, Exit::Io))?;
+    if !session.is_coordinator() {
+        return Ok(());
+    }
     let (a, b) = (report.compared.keys_a, report.compared.keys_b);
     if a + b == 0 && !args.include.is_empty() {
         let globs: Vec<_> = args.include.iter().map(|glob| format!("{glob:?}")).collect();

@@ -62,7 +62,7 @@ pub(crate) fn merge(args: &Merge, session: &Session) -> Result<(), Failure> {
             .keys(keys)
             .duplicates(duplicates)
             .allow_corrupt_optimizer(args.corrupt_optimizer.allow_corrupt_optimizer)
-            .job(args.destination.writing.options(bar.options()));
+            .job(session.shared(args.destination.writing.options(bar.options())));
         Ok(merge.run().await?)
     })?;
     write_summary(&written.report, &args.out, args.destination.writing.json, out)

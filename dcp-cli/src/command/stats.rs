@@ -29,6 +29,7 @@ Examples:
   dcp stats runs/step_1000 --filter 'model.*' --sort max
   dcp stats runs/step_1000 --fail-on nan,inf -q     in a script: exit code 1 if there is one
   dcp stats runs/step_1000 --json | jq '.tensors | map_values(.std)'
+  mpirun -n 8 dcp stats runs/step_1000              each rank reads a part
 
 Numbers:
   Minimum, maximum, mean and standard deviation (of the population) are those of the finite
@@ -125,7 +126,7 @@ pub(crate) fn stats(args: &Stats, session: &Session) -> Result<(), Failure> {
             filter => Selection::all().with_include(KeyFilter::any_of(filter)),
         };
         let bar = Bar::new(out, "counting");
-        let options = bar.options().with_max_memory(args.max_memory);
+        let options = session.shared(bar.options().with_max_memory(args.max_memory));
         let stats = opened.stats().selection(selection).key(args.fqn.clone()).job(options);
         let mut report = stats.run().await?;
         for one in &mut report.unmatched {
@@ -133,6 +134,9 @@ pub(crate) fn stats(args: &Stats, session: &Session) -> Result<(), Failure> {
         }
         Ok(report)
     })?;
+    if !session.is_coordinator() {
+        return Ok(());
+    }
     if report.tensors.is_empty() && report.objects.count == 0 && !args.filter.is_empty() {
         let globs: Vec<_> = args.filter.iter().map(|glob| format!("{glob:?}")).collect();
         return Err(Failure::new(Exit::Usage, format!("no name matches {}", globs.join(" or ")))

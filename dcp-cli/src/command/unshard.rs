@@ -110,7 +110,7 @@ pub(crate) fn unshard(args: &Unshard, session: &Session) -> Result<(), Failure> 
             .unshard(&args.target)
             .options(how)
             .rollback(&session.rollback)
-            .job(args.writing.options(bar.options()));
+            .job(session.shared(args.writing.options(bar.options())));
         Ok(unshard.run().await?)
     })?;
     if args.writing.json {

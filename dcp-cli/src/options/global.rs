@@ -112,7 +112,8 @@ pub(crate) struct Global {
     /// Run in this process alone, although a launcher started it as one of several ranks.
     ///
     /// Long commands that mpirun, srun, torchrun or Kubernetes start on several ranks run as one:
-    /// `verify --deep`, `convert`, `reshard` and `copy` are divided among them.
+    /// `verify --deep`, `convert`, `reshard`, `average`, `merge`, `unshard`, `copy`, `stats` and
+    /// `diff` are divided among them.
     #[arg(long, global = true, hide_short_help = true, help_heading = "Ranks")]
     pub(crate) single: bool,
 

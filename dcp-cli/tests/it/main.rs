@@ -30,6 +30,8 @@ mod overlap;
 mod plugins;
 mod prune;
 mod ranks;
+mod ranks_bucket;
+mod ranks_compare;
 mod ranks_write;
 mod report;
 mod reshard;

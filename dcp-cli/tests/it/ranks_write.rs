@@ -11,7 +11,7 @@ use crate::ranks::on_ranks;
 use crate::support::{Run, copy_of, dcp, fixtures};
 
 /// The files below a folder, or the file itself, by name.
-fn files(path: &Path) -> BTreeMap<String, Vec<u8>> {
+pub(crate) fn files(path: &Path) -> BTreeMap<String, Vec<u8>> {
     let mut all = BTreeMap::new();
     let mut open = vec![path.to_owned()];
     while let Some(next) = open.pop() {
@@ -29,11 +29,16 @@ fn files(path: &Path) -> BTreeMap<String, Vec<u8>> {
 /// write.
 #[track_caller]
 fn writes_the_same(command: &str, source: &str, options: &[&str]) {
+    all_write_the_same(&[&[command, source, "TARGET"], options].concat());
+}
+
+/// The same for a command with TARGET in place of the target.
+#[track_caller]
+fn all_write_the_same(args: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
-    let name = if options.contains(&"torch-save") { "target.pt" } else { "target" };
+    let name = if args.contains(&"torch-save") { "target.pt" } else { "target" };
     let args = |target: &str| -> Vec<String> {
-        let args = [command, source, target, "--json"].into_iter().chain(options.iter().copied());
-        args.map(ToOwned::to_owned).collect()
+        args.iter().map(|arg| arg.replace("TARGET", target)).chain(["--json".to_owned()]).collect()
     };
     let parent = |who: &str| {
         let parent = folder.path().join(who);
@@ -97,6 +102,58 @@ fn ranks_convert_megatron_as_one_process_does() {
 }
 
 #[test]
+fn ranks_combine_as_one_process_does() {
+    let folder = tempfile::tempdir().unwrap();
+    let a = pytorch("fsdp2_adam_2r");
+    let b = folder.path().join("b").display().to_string();
+    dcp(["convert", &a, &b, "--to", "dcp", "--ranks", "3", "--dtype", "bf16"]).ok();
+    let average = ["average", &a, &b, &a, "--out", "TARGET"];
+    let sharded = ["--to", "dcp", "--ranks", "5"];
+    all_write_the_same(&[&average[..], &sharded, &["--weights", "0.2,0.3,0.1"]].concat());
+    let hf = ["--to", "hf", "--max-shard-size", "16KiB", "--dtype", "fp16", "--everything"];
+    all_write_the_same(&[&average[..], &hf].concat());
+    all_write_the_same(&[&average[..], &["--to", "torch-save"]].concat());
+    let merge = ["merge", &a, &pytorch("nested"), &a, "--identical", "--out", "TARGET"];
+    all_write_the_same(&[&merge[..], &sharded].concat());
+    // What must be equal and is not, is an error of all, and nothing is written.
+    let target = folder.path().join("target").display().to_string();
+    for world_size in 1..=3 {
+        let merge = ["merge", &a, &b, "--identical", "--out", &target, "--to", "dcp"];
+        on_ranks(world_size, &merge).fails(2, &["is in checkpoints 1 and 2"]);
+        assert_eq!(files(target.as_ref()).keys().collect::<Vec<_>>(), [""; 0]);
+    }
+}
+
+#[test]
+fn ranks_unshard_as_one_process_does() {
+    let olmo = dcp_testing::fixture("olmo").join("fsdp2-2rank-nested/ckpt").display().to_string();
+    for format in ["safetensors", "pt"] {
+        let options = ["--format", format, "--optim", "--strategy"];
+        for strategy in [&["one-file"][..], &["per-tensor"], &["chunks", "--chunk-size", "1000"]] {
+            writes_the_same("unshard", &olmo, &[&options[..], strategy].concat());
+        }
+    }
+    writes_the_same("unshard", &olmo, &[]);
+    // What is there is replaced, by one process and by several.
+    let folder = tempfile::tempdir().unwrap();
+    let target = |who: &str| folder.path().join(who);
+    for who in ["alone", "together"] {
+        for strategy in [&["--strategy", "chunks", "--chunk-size", "300"][..], &["--optim"]] {
+            let target = target(who);
+            dcp([&["unshard", &olmo, target.to_str().unwrap()], strategy].concat()).ok();
+        }
+    }
+    for strategy in [&["--strategy", "chunks", "--chunk-size", "2000"][..], &[]] {
+        let (alone, together) = (target("alone"), target("together"));
+        let options = [strategy, &["--overwrite", "--format", "safetensors"]].concat();
+        dcp([&["unshard", &olmo, alone.to_str().unwrap()], &*options].concat()).ok();
+        on_ranks(3, &[&["unshard", &olmo, together.to_str().unwrap()], &*options].concat()).ok();
+        assert_eq!(files(&together), files(&alone), "{options:?}");
+        on_ranks(2, &["unshard", &olmo, together.to_str().unwrap()]).fails(2, &["exists"]);
+    }
+}
+
+#[test]
 fn ranks_copy_as_one_process_does() {
     writes_the_same("copy", &pytorch("fsdp2_adam_2r"), &[]);
     writes_the_same("copy", &megatron("run_torch_dist_dp2"), &["--lengths"]);
@@ -127,16 +184,28 @@ fn ranks_replace_what_is_there() {
     }
 }
 
-/// A checkpoint of one chunk of 8 MiB.
-fn one_chunk(folder: &Path) -> String {
-    let name = "weight".into();
-    let item = SafetensorsItem { name, dtype: DType::Float32, shape: [1 << 11, 1 << 10].into() };
-    let mut file = encode_header(&[item], &Default::default()).unwrap().bytes.to_vec();
-    file.extend((0..8_u32 << 20).map(|at| (at.wrapping_mul(2_654_435_761) >> 24) as u8));
+/// A safetensors file of tensors of random bits.
+pub(crate) fn tensors(folder: &Path, count: usize, shape: [u64; 2]) -> String {
+    let item = |at: usize| SafetensorsItem {
+        name: format!("weight{at}").into(),
+        dtype: DType::Float32,
+        shape: shape.into(),
+    };
+    let items: Vec<_> = (0..count).map(item).collect();
+    let encoded = encode_header(&items, &Default::default()).unwrap();
+    let mut file = encoded.bytes.to_vec();
+    let data = 0..u32::try_from(encoded.byte_len).unwrap() - file.len() as u32;
+    file.extend(data.map(|at| (at.wrapping_mul(2_654_435_761) >> 24) as u8));
     let model = folder.join("model.safetensors");
     fs::write(&model, file).unwrap();
+    model.display().to_string()
+}
+
+/// A checkpoint of one chunk of 8 MiB.
+pub(crate) fn one_chunk(folder: &Path) -> String {
+    let model = tensors(folder, 1, [1 << 11, 1 << 10]);
     let checkpoint = folder.join("checkpoint").display().to_string();
-    dcp(["convert", model.to_str().unwrap(), &checkpoint, "--to", "dcp"]).ok();
+    dcp(["convert", &model, &checkpoint, "--to", "dcp"]).ok();
     checkpoint
 }
 
@@ -153,7 +222,7 @@ fn a_chunk_that_several_ranks_read_is_compared_with_its_checksum() {
     for world_size in 1..=4 {
         let target = folder.path().join("target");
         let args = ["reshard", &source, target.to_str().unwrap(), "--ranks", "8"];
-        on_ranks(world_size, &args).fails(1, &["weight", "the data is damaged"]);
+        on_ranks(world_size, &args).fails(1, &["weight0", "the data is damaged"]);
         assert_eq!(files(&target).keys().collect::<Vec<_>>(), [""; 0], "by {world_size}");
     }
 }

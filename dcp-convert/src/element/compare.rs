@@ -55,7 +55,7 @@ pub(crate) struct Pair {
     pub(crate) a: Element,
     pub(crate) b: Element,
     /// Their absolute difference; NaN when one of them is NaN.
-    abs: f64,
+    pub(crate) abs: f64,
 }
 
 impl Compared {

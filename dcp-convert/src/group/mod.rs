@@ -5,6 +5,7 @@ mod rounds;
 mod share;
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::thread;
@@ -104,15 +105,22 @@ impl JobGroup {
         self.rank == 0
     }
 
-    /// The same group for a job that rank 0 does alone while the others wait: it exchanges nothing, and
-    /// still ends when a rank fails.
+    /// The same group for what one rank does by itself: it exchanges nothing, and still ends when a rank
+    /// fails.
     #[must_use]
-    pub(crate) fn of_coordinator(&self) -> Self {
+    pub(crate) fn of_one_rank(&self) -> Self {
         Self { rank: 0, world_size: 1, handle: Arc::clone(&self.handle) }
     }
 
+    /// The items that this rank does, of items with these bytes: a contiguous range, so that all ranks
+    /// have about the same number of bytes.
+    #[must_use]
+    pub fn share(&self, byte_lens: &[u64]) -> Range<usize> {
+        contiguous_share(byte_lens, self.rank, self.world_size)
+    }
+
     /// Says that rank 0 may from now on commit what this rank wrote.
-    pub(crate) fn hand_over(&self) {
+    pub fn hand_over(&self) {
         self.handle.0.handed_over.store(true, Ordering::Relaxed);
     }
 

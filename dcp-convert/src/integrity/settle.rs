@@ -87,7 +87,7 @@ fn encode(chunks: &Chunks) -> Bytes {
         match state {
             Chunk::Right => continue,
             // A count of 0 is that of scattered bytes.
-            Chunk::Parts(parts) if parts.len() == 0 => continue,
+            Chunk::Parts(parts) if parts.is_empty() => continue,
             _ => {}
         }
         out.number((*entry).into());

@@ -1,5 +1,7 @@
 //! The weighted mean of several checkpoints.
 
+mod on_ranks;
+
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -154,7 +156,8 @@ impl Averaged {
         if !problems.is_empty() {
             return Err(ConvertError::Disagreement { problems, structure: true });
         }
-        if options.non_float == NonFloat::Equal {
+        // Where they differ, rank 0 of a group fails, and all ranks with it.
+        if options.non_float == NonFloat::Equal && job.is_coordinator() {
             refuse_different(&inputs, job.parallelism).await?;
         }
         let base = if options.non_float == NonFloat::Last { inputs.len() - 1 } else { 0 };

@@ -182,8 +182,25 @@ impl<'a> HfTarget<'a> {
             Some(group) if folder.is_single_file() => 0..usize::from(group.is_coordinator()),
             group => share_of(group, &byte_lens),
         };
-        let pending = folder.write(data, share, None).await?;
-        Ok(UnpublishedFolder { pending, group: group.cloned() })
+        let is_first = group.is_some_and(JobGroup::is_coordinator) && !folder.is_single_file();
+        let names = plan.files.iter().map(|file| file.name.clone());
+        let all: Vec<Key> = if is_first { names.collect() } else { Vec::new() };
+        match folder.write(data, share, None).await {
+            Ok(pending) => Ok(UnpublishedFolder { pending, group: group.cloned() }),
+            Err(error) => {
+                // A rank that fails removes its files, and rank 0 those of a lost one. All of these
+                // names were free.
+                let lost = matches!(error, CheckpointError::Collective(_));
+                if lost
+                    && is_first
+                    && !was_not_exchanged(&error)
+                    && let Err(error) = self.0.delete(&all).await
+                {
+                    tracing::warn!(%error, "cannot remove the files of a lost rank");
+                }
+                Err(error)
+            }
+        }
     }
 }
 

@@ -22,6 +22,13 @@ pub(super) struct UnshardedFile {
     pub(super) shown: Vec<Shown>,
 }
 
+impl UnshardedFile {
+    /// Bytes of its tensors.
+    pub(super) fn byte_len(&self, metadata: &CheckpointMetadata) -> u64 {
+        self.shown.iter().map(|one| byte_len(metadata, one)).fold(0, u64::saturating_add)
+    }
+}
+
 /// The files for a part of a state: those with data, and the name of their index.
 #[derive(Clone, Debug)]
 pub(super) struct Files {

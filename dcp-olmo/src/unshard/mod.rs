@@ -3,29 +3,31 @@
 mod export_marks;
 mod files;
 mod replace;
+mod writing;
+mod written;
 
 use dcp_core::storage::StorageExt;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
-use dcp_convert::element::{JsonLimits, ValueEncoder};
+use dcp_convert::group::JobGroup;
 use dcp_convert::{
-    CheckedSource, ConversionReport, ConvertError, JobOptions, JobProgress, Source, Target,
-    to_safetensors, to_torch_save,
+    CheckedSource, ConversionReport, ConvertError, JobOptions, Source, Target, to_safetensors,
+    to_torch_save,
 };
 use dcp_core::metadata::Entry;
 use dcp_core::{CheckpointMetadata, Key, Storage, StorageError};
-use dcp_formats::hf::IndexFile;
 use dcp_formats::torch_save::TorchSaveOptions;
 use indexmap::IndexMap;
 use serde::Serialize;
 
 use self::export_marks::{mark, marks, remove_all, unmark};
-use self::files::{Files, UnshardedFile, below, divide, is_exported};
+use self::files::{Files, below, divide, is_exported};
 use self::replace::{Nowhere, Old};
-use crate::rekeyed::{Origin, Rekeyed, Shown};
+use self::writing::Writing;
+use self::written::same_files;
+use crate::rekeyed::{Origin, Shown};
 use crate::roots::{MODEL, OPTIM};
-use crate::values::read_values;
 
 /// How a checkpoint is divided into files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -170,6 +172,9 @@ pub struct UnshardReport {
 /// happens, old and new files never look like one model; a failure in between leaves neither of
 /// the two. Last, files that only the old index named are removed.
 ///
+/// The ranks of a [group](JobOptions::group) divide the files by bytes, and rank 0 writes what makes them
+/// one model; its report is the complete one.
+///
 /// While several files are written, a [`UNFINISHED_NAME`](dcp_formats::hf::UNFINISHED_NAME) is among
 /// them: where a killed export left it without an index, every reader calls the folder unfinished.
 ///
@@ -184,6 +189,10 @@ pub async fn unshard_checkpoint(
     job: &JobOptions,
 ) -> Result<UnshardReport, ConvertError> {
     let metadata = source.metadata().await?;
+    // A dry run is done by each rank for itself.
+    let group = job.group.as_ref().filter(|_| !job.dry_run);
+    let is_coordinator = job.is_coordinator();
+    let job = &job.of_one_rank();
     let mut report = UnshardReport { dry_run: job.dry_run, ..UnshardReport::default() };
     let parts = exported(&metadata, options)?;
     let taken: std::collections::HashSet<usize> =
@@ -197,8 +206,10 @@ pub async fn unshard_checkpoint(
         let (objects, tensors): (Vec<_>, Vec<_>) = shown
             .into_iter()
             .partition(|one| !options.format.holds_objects() && is_object(&metadata, one));
-        total = tensors.iter().fold(total, |sum, one| sum.saturating_add(byte_len(&metadata, one)));
+
         let files = divide(&metadata, root, tensors, options.strategy, options.format)?;
+        let byte_lens = files.data.iter().map(|file| file.byte_len(&metadata));
+        total = byte_lens.fold(total, u64::saturating_add);
         planned.push((root, files, objects));
     }
     if !options.save_overwrite {
@@ -217,52 +228,67 @@ pub async fn unshard_checkpoint(
     } else {
         None
     };
-    if let Some(progress) = &job.progress {
-        progress.start(if replaced.is_some() { total.saturating_mul(2) } else { total });
-    }
     let parts = planned.into_iter().map(|(_, files, objects)| (files, objects)).zip(json);
     let parts = parts.map(|((files, objects), json)| Part { files, objects, json });
     let parts: Vec<Part> = parts.collect();
+    let indexes: Vec<Key> = parts.iter().filter_map(|part| part.files.index.clone()).collect();
+    let names: Vec<Key> = parts.iter().flat_map(Part::keys).cloned().collect();
+    // A file alone is replaced at once, by rank 0.
+    let alone = group.is_some() && names.len() == 1;
+    let group = group.filter(|_| !alone);
+    if alone && !is_coordinator {
+        return Ok(report);
+    }
+    if let Some(progress) = &job.progress {
+        progress.start(if replaced.is_some() { total.saturating_mul(2) } else { total });
+        if let Some(group) = &job.group {
+            let progress = Arc::clone(progress);
+            group.on_progress(move |bytes| progress.advance(bytes));
+        }
+    }
     let writing = |report| {
         let (source, metadata) = (CheckedSource::new(source, job), Arc::clone(&metadata));
-        Writing { source, metadata, target, options, job, report }
+        let (is_final, own) = (true, Vec::new());
+        Writing { source, metadata, target, options, job, group, is_final, report, own }
     };
     if replaced.is_some() {
         let nowhere: Arc<dyn Storage> = Arc::new(Nowhere);
-        let rehearsal = Writing { target: &nowhere, ..writing(UnshardReport::default()) };
+        let rehearsal = writing(UnshardReport::default());
+        let rehearsal = Writing { target: &nowhere, is_final: false, ..rehearsal };
         rehearsal.all(parts.clone()).await.1?;
     }
     let marks = if job.dry_run { Vec::new() } else { marks(&parts)? };
-    if let Err(error) = mark(&**target, &marks).await {
-        unmark(&**target, &marks).await?;
-        return Err(error.into());
+    if let Some(group) = group {
+        // All have looked at the target.
+        same_files(group, &names).await?;
     }
-    if let Some(old) = &replaced
-        && let Err(error) = old.break_up(&**target).await
-    {
-        if old.is_whole(&**target).await {
-            unmark(&**target, &marks).await?;
-        }
-        return Err(error.into());
+    if is_coordinator {
+        make_room(&**target, &marks, replaced.as_ref()).await?;
     }
-    let indexes: Vec<Key> = parts.iter().filter_map(|part| part.files.index.clone()).collect();
-    let names: Vec<Key> = parts.iter().flat_map(Part::keys).cloned().collect();
-    let (mut report, done) = writing(report).all(parts).await;
+    let (written, done) = writing(report).all(parts).await;
+    let mut report = written.report;
     if let Err(error) = done {
+        // What a rank has handed over, rank 0 removes.
+        if group.is_some_and(JobGroup::has_handed_over) {
+            return Err(error);
+        }
         if !job.dry_run {
             // One whose write failed may be there. No index stays without the files that it names.
-            remove_all(&**target, &indexes).await;
-            let written: Vec<Key> =
-                report.files.keys().filter_map(|name| Key::new(name).ok()).collect();
-            remove_all(&**target, &written).await;
+            if is_coordinator {
+                remove_all(&**target, &indexes).await;
+            }
+            remove_all(&**target, &written.own).await;
         }
         // What is left of a replaced export is none, so it stays marked. Where nothing was, a file
         // whose write failed may be there all the same.
-        if replaced.is_none() && !marks.is_empty() {
+        if replaced.is_none() && !marks.is_empty() && is_coordinator {
             remove_all(&**target, &names).await;
             let _ = unmark(&**target, &marks).await;
         }
         return Err(error);
+    }
+    if !is_coordinator {
+        return Ok(report);
     }
     unmark(&**target, &marks).await?;
     if let Some(old) = replaced {
@@ -270,6 +296,27 @@ pub async fn unshard_checkpoint(
         report.removed = old.remove_stale(&**target, is_new).await;
     }
     Ok(report)
+}
+
+/// Marks the export as unfinished, and removes what would make new files and old ones a whole.
+async fn make_room(
+    target: &dyn Storage,
+    marks: &[Key],
+    replaced: Option<&Old>,
+) -> Result<(), ConvertError> {
+    if let Err(error) = mark(target, marks).await {
+        unmark(target, marks).await?;
+        return Err(error.into());
+    }
+    if let Some(old) = replaced
+        && let Err(error) = old.break_up(target).await
+    {
+        if old.is_whole(target).await {
+            unmark(target, marks).await?;
+        }
+        return Err(error.into());
+    }
+    Ok(())
 }
 
 /// What is below each part of the state that is exported.
@@ -336,125 +383,4 @@ fn position(shown: &Shown) -> usize {
 
 fn is_object(metadata: &CheckpointMetadata, shown: &Shown) -> bool {
     matches!(metadata.at(position(shown)), Some((_, Entry::Object(_))))
-}
-
-fn byte_len(metadata: &CheckpointMetadata, shown: &Shown) -> u64 {
-    let entry = metadata.at(position(shown)).and_then(|(_, entry)| entry.as_tensor());
-    entry.and_then(|tensor| tensor.byte_len()).unwrap_or(0)
-}
-
-/// An export that is going on.
-struct Writing<'a> {
-    source: CheckedSource,
-    metadata: Arc<CheckpointMetadata>,
-    target: &'a Arc<dyn Storage>,
-    options: &'a UnshardOptions,
-    job: &'a JobOptions,
-    report: UnshardReport,
-}
-
-impl Writing<'_> {
-    /// All parts. A failure also says what was written.
-    async fn all(mut self, parts: Vec<Part>) -> (UnshardReport, Result<(), ConvertError>) {
-        for part in parts {
-            if let Err(error) = self.part(part).await {
-                return (self.report, Err(error));
-            }
-        }
-        (self.report, Ok(()))
-    }
-
-    /// The files of one part of the state, and then their index.
-    async fn part(&mut self, part: Part) -> Result<(), ConvertError> {
-        let Part { files, objects, json } = part;
-        let mut weights = IndexMap::new();
-        let mut total = 0_u64;
-        for file in files.data {
-            let name = file.key.file_name().to_owned();
-            let names: Vec<_> = file.shown.iter().map(|one| Arc::clone(&one.fqn)).collect();
-            let bytes = file.shown.iter().map(|one| byte_len(&self.metadata, one));
-            total = bytes.fold(total, u64::saturating_add);
-            let written = self.file(file).await?;
-            // A file of safetensors has one of several tied tensors, one of `torch.save` all.
-            let all = self.options.format == UnshardFormat::TorchSave;
-            let there = names.into_iter().filter(|name| all || !written.tied.contains_key(name));
-            let name = Key::new(&name).map_err(StorageError::from)?;
-            weights.extend(there.map(|fqn| (fqn, name.clone())));
-        }
-        let full_name = |one: &Shown| {
-            self.metadata
-                .at(position(one))
-                .map_or_else(|| Arc::clone(&one.fqn), |e| Arc::clone(e.0))
-        };
-        match json.filter(|_| !objects.is_empty()) {
-            Some(key) => {
-                let values = self.objects(&objects).await?;
-                self.report.objects += objects.len();
-                self.put(key, values).await?;
-            }
-            None => self.report.left_out.extend(objects.iter().map(full_name)),
-        }
-        match files.index {
-            Some(index) => self.put(index, IndexFile::new(total, weights).to_json()).await,
-            None => Ok(()),
-        }
-    }
-
-    async fn file(&mut self, file: UnshardedFile) -> Result<ConversionReport, ConvertError> {
-        let inner = Arc::clone(&self.source.reader);
-        let view = Rekeyed::new(inner, Arc::clone(&self.metadata), file.shown)?;
-        let view = Source::derived(Arc::new(view), std::slice::from_ref(&self.source));
-        let view = view.unwrap_or_else(|| Source::clone(&self.source));
-        let target = Target::new(Arc::clone(self.target), file.key);
-        let target = target.overwrite(self.options.save_overwrite);
-        let mut job = self.job.clone();
-        job.progress = job.progress.map(|all| Arc::new(OfMany(all)) as Arc<dyn JobProgress>);
-        let written = self.options.format.write(&view, &target, &job).await?;
-        self.report.tensors += written.tensors;
-        self.report.objects += written.objects;
-        self.report.raw.extend(written.raw.iter().cloned());
-        for (name, bytes) in &written.files {
-            self.report.bytes = self.report.bytes.saturating_add(*bytes);
-            self.report.files.insert(name.clone(), *bytes);
-        }
-        Ok(written)
-    }
-
-    /// What safetensors cannot hold, as JSON by name.
-    async fn objects(&self, objects: &[Shown]) -> Result<Vec<u8>, ConvertError> {
-        let entries: Vec<usize> = objects.iter().map(position).collect();
-        let values = read_values(&self.source.reader, &self.metadata, &entries).await?;
-        let limits = JsonLimits::default();
-        let mut encoder = ValueEncoder::new(&limits);
-        let values = objects.iter().zip(&values);
-        let values: serde_json::Map<_, _> =
-            values.map(|(one, value)| (one.fqn.to_string(), encoder.json(value))).collect();
-        let mut text = format!("{:#}", serde_json::Value::Object(values)).into_bytes();
-        text.push(b'\n');
-        Ok(text)
-    }
-
-    async fn put(&mut self, key: Key, content: Vec<u8>) -> Result<(), ConvertError> {
-        let len = content.len() as u64;
-        if !self.job.dry_run {
-            let target = Target::new(Arc::clone(self.target), key.clone());
-            let target = target.overwrite(self.options.save_overwrite);
-            let read = CheckedSource::new(&self.source, self.job);
-            target.put(content.into(), read.finish().await?).await?;
-        }
-        self.report.bytes = self.report.bytes.saturating_add(len);
-        self.report.files.insert(key.to_string(), len);
-        Ok(())
-    }
-}
-
-/// The progress of one file of many: the whole was announced.
-struct OfMany(Arc<dyn JobProgress>);
-
-impl JobProgress for OfMany {
-    fn start(&self, _total_bytes: u64) {}
-
-    fn advance(&self, bytes: u64) {
-        self.0.advance(bytes);
-    }
 }

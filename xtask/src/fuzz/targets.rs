@@ -164,6 +164,7 @@ mod tests {
         ("dcp-formats/partial.rs", "runs any parser"),
         ("dcp-megatron/inventory.rs", "ranks of one save send it to each other"),
         ("dcp-megatron/record_replay.rs", "ranks of one load send it to each other"),
+        ("dcp-olmo/written.rs", "ranks of one export send it to each other"),
     ];
 
     /// Whether a source has a function that takes bytes and is named like a parser, or one called

@@ -1,6 +1,8 @@
 //! Compares two checkpoints of any formats and shardings: keys, shapes, dtypes, values.
 
+mod on_ranks;
 mod report;
+mod segments;
 mod whole;
 
 use std::collections::HashMap;
@@ -10,7 +12,7 @@ use std::sync::Arc;
 use dcp_core::metadata::{Entry, TensorEntry};
 use dcp_core::{CheckpointError, CheckpointMetadata};
 use dcp_planner::KeyFilter;
-use futures_util::{StreamExt, future, stream};
+use futures_util::{StreamExt, stream};
 
 use crate::element::compare::{Compared, Comparer, Pair, Tolerance};
 use crate::element::value_difference::{Differing, first_difference};
@@ -19,12 +21,13 @@ use crate::error::ConvertError;
 use crate::integrity::check::refuse_unsound;
 use crate::integrity::checked_source::CheckedSource;
 use crate::job::JobOptions;
+use crate::jobs::diff::on_ranks::{Extent, gather, share};
+use crate::jobs::diff::segments::{Segments, compare_segment};
 use crate::jobs::diff::whole::whole_as_in;
 use crate::jobs::stats::unravel;
 use crate::keys::select::{Chosen, Selection};
 use crate::keys::unmatched::{UnmatchedPattern, unmatched_patterns};
 use crate::read::objects::{ObjectBatches, read_objects};
-use crate::read::runs::boxes;
 use crate::read::tensor_read::TensorReader;
 use crate::source::Source;
 use crate::view::{archive, archived_value};
@@ -83,7 +86,9 @@ impl DiffOptions {
 }
 
 /// Compares two checkpoints and lists their differences, gravest first. Reads both at once, in
-/// segments of the same elements, within [`JobOptions::max_memory`].
+/// segments of the same elements, within [`JobOptions::max_memory`]. The ranks of a
+/// [group](JobOptions::group) divide the tensors by bytes, and the report of rank 0 is that of one
+/// process; the others' is not complete.
 ///
 /// # Errors
 ///
@@ -107,7 +112,9 @@ pub async fn diff(
         job.dtypes_alone(&pairs);
     } else {
         job.tensors(&pairs, options).await?;
-        job.objects(&pairs).await?;
+        if options.is_coordinator() {
+            job.objects(&pairs).await?;
+        }
     }
     let report = job.finish();
     drop((a.source.finish().await?, b.source.finish().await?));
@@ -181,39 +188,6 @@ struct Job<'a> {
     a: &'a Side,
     b: &'a Side,
     report: DiffReport,
-}
-
-/// The elements of one segment, in two tensors of one shape.
-struct Segment {
-    /// The position of the pair.
-    pair: usize,
-    elements: Range<u64>,
-    a: Arc<TensorReader>,
-    b: Arc<TensorReader>,
-}
-
-/// The segments of two tensors, in order.
-struct Segments {
-    pair: usize,
-    a: Arc<TensorReader>,
-    b: Arc<TensorReader>,
-    next: u64,
-    count: u64,
-    step: u64,
-}
-
-impl Iterator for Segments {
-    type Item = Segment;
-
-    fn next(&mut self) -> Option<Segment> {
-        if self.next >= self.count {
-            return None;
-        }
-        let elements = self.next..self.count.min(self.next.saturating_add(self.step));
-        self.next = elements.end;
-        let (a, b) = (Arc::clone(&self.a), Arc::clone(&self.b));
-        Some(Segment { pair: self.pair, elements, a, b })
-    }
 }
 
 impl<'a> Job<'a> {
@@ -296,8 +270,15 @@ impl<'a> Job<'a> {
         }
         options.start(total);
         let tolerance = self.what.tolerance;
-        let segments = pairs.iter().enumerate().flat_map(|(pair, both)| {
-            let (segments, error) = match self.segments(pair, *both, segment_bytes) {
+        let extents = pairs.iter().map(|both| self.extent(*both, segment_bytes));
+        let extents: Vec<Extent> = extents.collect();
+        let own = match &options.group {
+            Some(group) => share(&extents, group.rank(), group.world_size()),
+            None => extents.iter().map(|extent| 0..extent.count).collect(),
+        };
+        let own = pairs.iter().zip(&extents).zip(own).enumerate();
+        let segments = own.flat_map(|(pair, ((both, extent), own))| {
+            let (segments, error) = match self.segments(pair, *both, own, extent.step) {
                 Ok(segments) => (segments, None),
                 Err(error) => (None, Some(Err(error))),
             };
@@ -312,6 +293,7 @@ impl<'a> Job<'a> {
             .buffered(options.parallelism.max(1));
         let mut bytes = 0_u64;
         while let Some(done) = results.next().await {
+            options.check_group()?;
             let (pair, start, compared, read) =
                 done.map_err(|error| ConvertError::task("compares elements", &error))??;
             if let Some(found) = found.get_mut(pair) {
@@ -321,6 +303,13 @@ impl<'a> Job<'a> {
             bytes = bytes.saturating_add(read);
         }
         drop(results);
+        if let Some(group) = &options.group {
+            match gather(group, &found, bytes).await? {
+                Some(of_all) => (found, bytes) = of_all,
+                // Rank 0 reports.
+                None => return Ok(()),
+            }
+        }
         self.report.compared.bytes = bytes;
         let mut equal = Vec::new();
         for (both, found) in pairs.iter().zip(found) {
@@ -374,23 +363,32 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// The segments of a pair of tensors; `None` when there are no values to compare.
+    /// The elements of a pair of tensors; none when there are no values to compare.
+    fn extent(&self, both: Both<'_>, segment_bytes: u64) -> Extent {
+        let tensors = self.a.tensor(both.a).zip(self.b.tensor(both.b));
+        let comparable = tensors.filter(|(a, b)| Comparer::new(a.dtype, b.dtype, None).is_some());
+        let Some((a, b)) = comparable else { return Extent::default() };
+        let sizes = (a.dtype.size() as u64, b.dtype.size() as u64);
+        Extent {
+            count: a.shape.checked_volume().unwrap_or(0),
+            step: (segment_bytes / sizes.0.max(sizes.1)).max(1),
+            element_bytes: sizes.0 + sizes.1,
+        }
+    }
+
+    /// The segments of `elements` of a pair of tensors, of `step` elements each.
     fn segments(
         &self,
         pair: usize,
         both: Both<'_>,
-        segment_bytes: u64,
+        elements: Range<u64>,
+        step: u64,
     ) -> Result<Option<Segments>, CheckpointError> {
-        let (Some(a), Some(b)) = (self.a.tensor(both.a), self.b.tensor(both.b)) else {
-            return Ok(None);
-        };
-        if Comparer::new(a.dtype, b.dtype, None).is_none() {
+        if elements.is_empty() {
             return Ok(None);
         }
-        let step = (segment_bytes / a.dtype.size().max(b.dtype.size()) as u64).max(1);
-        let count = a.shape.checked_volume().unwrap_or(0);
         let (a, b) = (Arc::new(self.a.reader(both.a)?), Arc::new(self.b.reader(both.b)?));
-        Ok(Some(Segments { pair, a, b, next: 0, count, step }))
+        Ok(Some(Segments { pair, a, b, next: elements.start, end: elements.end, step }))
     }
 
     async fn objects(&mut self, pairs: &[Both<'_>]) -> Result<(), ConvertError> {
@@ -438,21 +436,6 @@ impl<'a> Job<'a> {
         report.equal = report.differences.is_empty();
         self.report
     }
-}
-
-/// Compares the elements of a segment. Returns the pair, the first element, the differences, and
-/// the bytes read.
-async fn compare_segment(
-    segment: Segment,
-    tolerance: Option<Tolerance>,
-) -> Result<(usize, u64, Compared, u64), ConvertError> {
-    let (a, b) = (segment.a.tensor()?, segment.b.tensor()?);
-    let cut = boxes(&a.shape, segment.elements.clone());
-    let (x, y) = future::try_join(segment.a.read(&cut), segment.b.read(&cut)).await?;
-    let read = (x.len() as u64).saturating_add(y.len() as u64);
-    let compared = Comparer::new(a.dtype, b.dtype, tolerance)
-        .map_or_else(Compared::default, |mut comparer| comparer.compare(&x, &y));
-    Ok((segment.pair, segment.elements.start, compared, read))
 }
 
 fn object_difference(found: Differing) -> DifferenceKind {

@@ -36,11 +36,16 @@ impl Histogram {
     }
 
     pub(crate) fn merge(&mut self, other: &Self) {
-        for (exponent, (negative, positive)) in &other.0 {
-            let bin = self.0.entry(*exponent).or_default();
-            bin.0 += negative;
-            bin.1 += positive;
+        for (exponent, negative, positive) in other.bins() {
+            self.add(exponent, negative, positive);
         }
+    }
+
+    /// Adds numbers to a bin.
+    pub(crate) fn add(&mut self, exponent: i16, negative: u64, positive: u64) {
+        let bin = self.0.entry(exponent).or_default();
+        bin.0 = bin.0.saturating_add(negative);
+        bin.1 = bin.1.saturating_add(positive);
     }
 }
 

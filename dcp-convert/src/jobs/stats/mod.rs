@@ -1,12 +1,14 @@
 //! Statistics of a checkpoint's numbers: minimum, maximum, mean, deviation, magnitudes, and the
 //! position of the first NaN.
 
+mod exchange;
 mod histogram;
 mod moments;
 mod objects;
 mod report;
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -15,9 +17,11 @@ use futures_util::{StreamExt, stream};
 use indexmap::IndexMap;
 
 use crate::error::ConvertError;
+use crate::group::{JobGroup, contiguous_share};
 use crate::integrity::check::refuse_unsound;
 use crate::integrity::checked_source::CheckedSource;
 use crate::job::JobOptions;
+use crate::jobs::stats::exchange::{Outgoing, receive};
 use crate::jobs::stats::moments::{Moments, Observer};
 use crate::keys::select::{Chosen, Selection};
 use crate::read::objects::ObjectBatches;
@@ -35,7 +39,8 @@ pub use report::{
 pub const BAD_CHUNKS_MAX: usize = 64;
 
 /// Computes the statistics of the selected tensors and objects. Reads every stored byte once, in
-/// file order.
+/// file order. The ranks of a [group](JobOptions::group) divide the tensors by bytes, and the report of
+/// rank 0 is that of one process, to the last bit; the others' is not complete.
 ///
 /// # Errors
 ///
@@ -55,8 +60,12 @@ pub async fn stats(
     let total = tensors.values().map(|tensor| tensor.byte_len).fold(0, u64::saturating_add);
     options.start(total);
     let entries: Vec<usize> = tensors.keys().copied().collect();
-    let batches = Batches::new(&metadata, entries, segment_bytes);
-    let mut results = stream::iter(batches)
+    let batches = || Batches::new(&metadata, entries.iter().copied(), segment_bytes);
+    let (own, mut outgoing) = match &options.group {
+        Some(group) => (share_of(group, batches())?, Some(Outgoing::new())),
+        None => (0..usize::MAX, None),
+    };
+    let mut results = stream::iter(batches().take(own.end).skip(own.start))
         .map(|batch| {
             let (reader, metadata) = (Arc::clone(&source.reader), Arc::clone(&metadata));
             // Counting is CPU-bound; the tasks run in parallel on a runtime with several threads.
@@ -64,16 +73,31 @@ pub async fn stats(
         })
         .buffered(options.parallelism.max(1));
     while let Some(done) = results.next().await {
+        options.check_group()?;
         let observed = done.map_err(|error| ConvertError::task("counts elements", &error))??;
         for (piece, moments) in observed {
             options.advance(piece.byte_len);
-            if let Some(tensor) = tensors.get_mut(&piece.entry) {
-                tensor.add(&metadata, &piece, &moments);
+            match (&mut outgoing, tensors.get_mut(&piece.entry)) {
+                (Some(outgoing), _) => outgoing.push(piece.entry, moments),
+                (None, Some(tensor)) => tensor.add(&metadata, &piece, &moments),
+                (None, None) => {}
             }
         }
     }
     drop(results);
-    let objects = objects(&source, &metadata, &chosen).await?;
+    let objects = match options.is_coordinator() {
+        true => objects(&source, &metadata, &chosen).await?,
+        false => ObjectStats::default(),
+    };
+    if let (Some(group), Some(outgoing)) = (&options.group, outgoing)
+        && let Some(messages) = group.gather(outgoing.finish()).await?
+    {
+        receive(&messages, pieces(batches()), |piece, moments| {
+            if let Some(tensor) = tensors.get_mut(&piece.entry) {
+                tensor.add(&metadata, piece, moments);
+            }
+        })?;
+    }
     drop(source.finish().await?);
     let mut report = StatsReport {
         format: metadata.provenance().format.as_deref().unwrap_or("unknown").to_owned(),
@@ -96,6 +120,24 @@ pub async fn stats(
     all.wide = None;
     report.total = NumberStats { subnormal, near_overflow, ..NumberStats::of(&all) };
     Ok(report)
+}
+
+/// The batches that this rank reads.
+fn share_of(group: &JobGroup, batches: Batches) -> Result<Range<usize>, ConvertError> {
+    let byte_len = |batch: Vec<Piece>| batch.iter().map(|piece| piece.byte_len).sum();
+    let byte_lens = batches.map(|batch| batch.map(byte_len)).collect::<Result<Vec<u64>, _>>()?;
+    Ok(contiguous_share(&byte_lens, group.rank(), group.world_size()))
+}
+
+/// The pieces of batches, in their order.
+fn pieces(batches: Batches) -> impl Iterator<Item = Result<Piece, ConvertError>> {
+    batches.flat_map(|batch| {
+        let (batch, error) = match batch {
+            Ok(batch) => (batch, None),
+            Err(error) => (Vec::new(), Some(Err(error))),
+        };
+        batch.into_iter().map(Ok).chain(error)
+    })
 }
 
 /// A tensor and its statistics so far.

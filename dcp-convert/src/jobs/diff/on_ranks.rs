@@ -1,0 +1,221 @@
+//! The elements that each rank of a group compares, and what it reports to rank 0 about them.
+
+use std::ops::Range;
+
+use bytes::Bytes;
+use dcp_core::wire::{MessageReader, MessageWriter};
+use dcp_core::{CheckpointError, PlanError};
+
+use crate::element::Element;
+use crate::element::compare::{Compared, Pair};
+use crate::group::{JobGroup, contiguous_share};
+
+const MAGIC: [u8; 4] = *b"dcd1";
+
+/// The elements of two tensors of one shape.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Extent {
+    /// The number of elements; 0 when their values cannot be compared.
+    pub(super) count: u64,
+    /// The elements of a segment.
+    pub(super) step: u64,
+    /// Bytes of an element in both tensors together.
+    pub(super) element_bytes: u64,
+}
+
+impl Extent {
+    fn segments(&self) -> usize {
+        usize::try_from(self.count.div_ceil(self.step.max(1))).unwrap_or(usize::MAX)
+    }
+
+    fn byte_lens(self) -> impl Iterator<Item = u64> {
+        let elements = move |start: u64| self.step.min(self.count.saturating_sub(start));
+        let starts = (0..self.segments() as u64).map(move |at| at.saturating_mul(self.step));
+        starts.map(move |start| elements(start).saturating_mul(self.element_bytes))
+    }
+}
+
+/// The elements of each of `extents` that `rank` of `world_size` compares: whole segments, about the
+/// same number of bytes on each rank.
+pub(super) fn share(extents: &[Extent], rank: u32, world_size: u32) -> Vec<Range<u64>> {
+    let byte_lens: Vec<u64> = extents.iter().flat_map(|extent| extent.byte_lens()).collect();
+    let share = contiguous_share(&byte_lens, rank, world_size);
+    let mut before = 0;
+    let of_extent = |extent: &Extent| {
+        let segments = before..before + extent.segments();
+        before = segments.end;
+        let element = |at: usize| {
+            let segment = at.clamp(segments.start, segments.end) - segments.start;
+            extent.count.min(extent.step.saturating_mul(segment as u64))
+        };
+        element(share.start)..element(share.end)
+    };
+    extents.iter().map(of_extent).collect()
+}
+
+/// What all ranks found of the pairs, and the bytes that they read, on rank 0; nothing on others.
+pub(super) async fn gather(
+    group: &JobGroup,
+    mine: &[Compared],
+    bytes: u64,
+) -> Result<Option<(Vec<Compared>, u64)>, CheckpointError> {
+    let Some(messages) = group.gather(encode(mine, bytes)).await? else { return Ok(None) };
+    let (mut found, mut bytes) = (vec![Compared::default(); mine.len()], 0_u64);
+    for message in &messages {
+        bytes = bytes.saturating_add(decode(message, &mut found)?);
+    }
+    Ok(Some((found, bytes)))
+}
+
+fn encode(found: &[Compared], bytes: u64) -> Bytes {
+    let mut out = MessageWriter::new(MAGIC);
+    out.number(bytes);
+    for (pair, one) in found.iter().enumerate().filter(|(_, one)| one.count > 0) {
+        out.numbers(&[pair as u64, one.count, one.different, one.nan_mismatches]);
+        out.numbers(&[one.max_abs.to_bits(), one.max_rel.to_bits()]);
+        for spot in [one.first, one.largest] {
+            send(&mut out, spot);
+        }
+    }
+    out.finish()
+}
+
+/// Adds what a rank found. Returns the bytes that it read.
+fn decode(message: &[u8], found: &mut [Compared]) -> Result<u64, PlanError> {
+    let mut input = MessageReader::new(message, MAGIC)?;
+    let bytes = input.number()?;
+    while input.remaining() > 0 {
+        let pair = input.number()?;
+        let one = Compared {
+            count: input.number()?,
+            different: input.number()?,
+            nan_mismatches: input.number()?,
+            max_abs: f64::from_bits(input.number()?),
+            max_rel: f64::from_bits(input.number()?),
+            first: take(&mut input)?,
+            largest: take(&mut input)?,
+        };
+        let pair = usize::try_from(pair).ok().and_then(|pair| found.get_mut(pair));
+        pair.ok_or_else(|| bad("a tensor out of range"))?.merge(one, 0);
+    }
+    input.finish()?;
+    Ok(bytes)
+}
+
+fn send(out: &mut MessageWriter, spot: Option<Pair>) {
+    let Some(pair) = spot else { return out.number(0) };
+    out.numbers(&[1, pair.at, pair.abs.to_bits()]);
+    for element in [pair.a, pair.b] {
+        out.numbers(&match element {
+            Element::Float(x) => [0, x.to_bits(), 0],
+            Element::Int(n) => [1, n.cast_unsigned(), 0],
+            Element::UInt(n) => [2, n, 0],
+            Element::Bool(b) => [3, b.into(), 0],
+            Element::Complex(re, im) => [4, re.to_bits(), im.to_bits()],
+            Element::Pair(low, high) => [5, low.to_bits(), high.to_bits()],
+            Element::Bits(bits, len) => [6, bits, len.into()],
+        });
+    }
+}
+
+fn take(input: &mut MessageReader<'_>) -> Result<Option<Pair>, PlanError> {
+    if input.number()? == 0 {
+        return Ok(None);
+    }
+    let (at, abs) = (input.number()?, f64::from_bits(input.number()?));
+    let mut element = || {
+        let (kind, x, y) = (input.number()?, input.number()?, input.number()?);
+        Ok(match kind {
+            0 => Element::Float(f64::from_bits(x)),
+            1 => Element::Int(x.cast_signed()),
+            2 => Element::UInt(x),
+            3 => Element::Bool(x != 0),
+            4 => Element::Complex(f64::from_bits(x), f64::from_bits(y)),
+            5 => Element::Pair(f64::from_bits(x), f64::from_bits(y)),
+            6 => Element::Bits(x, u8::try_from(y).map_err(|_| bad("an element of many bits"))?),
+            _ => return Err(bad("an element of an unknown kind")),
+        })
+    };
+    Ok(Some(Pair { at, a: element()?, b: element()?, abs }))
+}
+
+fn bad(problem: &str) -> PlanError {
+    PlanError::Message { message: "the differences of a rank".into(), problem: problem.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_element_is_compared_by_one_rank() {
+        let extent = |count, step| Extent { count, step, element_bytes: 6 };
+        let extents =
+            [extent(10, 4), extent(0, 4), Extent::default(), extent(1000, 7), extent(3, 100)];
+        for world_size in 1..9 {
+            let mut next = [0; 5];
+            for rank in 0..world_size {
+                for (at, own) in share(&extents, rank, world_size).into_iter().enumerate() {
+                    if own.is_empty() {
+                        continue;
+                    }
+                    assert_eq!(own.start, next[at], "{rank} of {world_size}");
+                    assert_eq!(own.start % extents[at].step, 0, "{rank} of {world_size}");
+                    next[at] = own.end;
+                }
+            }
+            assert_eq!(next, extents.map(|extent| extent.count), "{world_size}");
+        }
+    }
+
+    /// What three segments of a tensor have, the second of which is equal.
+    fn compared() -> [Compared; 3] {
+        let pair = |at, a, b, abs| Some(Pair { at, a, b, abs });
+        let first = Compared {
+            count: 10,
+            different: 2,
+            nan_mismatches: 1,
+            max_abs: 0.25,
+            max_rel: f64::INFINITY,
+            first: pair(3, Element::Float(f64::NAN), Element::Float(-0.0), f64::NAN),
+            largest: pair(4, Element::Int(-7), Element::UInt(u64::MAX), 0.25),
+        };
+        let last = Compared {
+            count: 4,
+            different: 1,
+            max_abs: 0.25,
+            first: pair(21, Element::Complex(1.0, -2.0), Element::Pair(0.5, 6.0), 0.25),
+            largest: pair(21, Element::Bits(9, 16), Element::Bool(true), 0.25),
+            ..Compared::default()
+        };
+        [first, Compared { count: 10, ..Compared::default() }, last]
+    }
+
+    #[test]
+    fn differences_arrive_as_they_were_sent() {
+        let all = compared();
+        let mut whole = Compared::default();
+        all.iter().for_each(|one| whole.merge(one.clone(), 0));
+        let mut found = vec![Compared::default(); 3];
+        let mut bytes = 0;
+        for (rank, one) in all.into_iter().enumerate() {
+            let mine = [Compared::default(), Compared::default(), one];
+            bytes += decode(&encode(&mine, 1 << rank), &mut found).unwrap();
+        }
+        assert_eq!(bytes, 7);
+        // A NaN is not equal to itself, but its text is.
+        assert_eq!(format!("{:?}", found[2]), format!("{whole:?}"));
+        assert_eq!(found[..2], vec![Compared::default(); 2]);
+    }
+
+    #[test]
+    fn messages_of_another_length_are_refused() {
+        let mut found = vec![Compared::default(); 1];
+        let message = encode(&compared()[..1], 40);
+        // After the bytes that were read, a message may have no pair.
+        for len in (0..message.len()).filter(|len| *len != 5) {
+            assert!(decode(&message[..len], &mut found).is_err(), "{len}");
+        }
+        assert!(decode(&encode(&compared(), 40), &mut found).is_err());
+    }
+}

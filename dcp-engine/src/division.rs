@@ -10,6 +10,7 @@ use dcp_planner::{Holdings, RankSet, ShareRule};
 
 use crate::disjoint::{cut, overlay};
 use crate::planned::{check_chunk, no_entry, out_of_step, tensor_dtype};
+use crate::read_sharing::Needs;
 
 /// Objects in one message.
 const OBJECTS_MAX: u32 = 64;
@@ -25,6 +26,8 @@ pub(crate) struct Assignment {
     pub(crate) send: LoadPlan,
     /// What it reads for itself alone.
     pub(crate) keep: LoadPlan,
+    /// The bytes of the load; the same on all ranks.
+    pub(crate) needs: Needs,
 }
 
 /// The settings of a division, the same on all ranks.
@@ -65,7 +68,14 @@ impl Division {
         let mut holdings = Holdings::new(self.world_size);
         let mut known: HashMap<Vec<u32>, Option<(RankSet, bool)>> = HashMap::new();
         let mut parts = Vec::new();
+        let (mut once, mut needed) = (0_u64, vec![0_u64; plans.len()]);
         for (part, who) in Self::parts(metadata, plans)? {
+            once = once.saturating_add(part.byte_len);
+            for plan in &who {
+                if let Some(needed) = needed.get_mut(*plan as usize) {
+                    *needed = needed.saturating_add(part.byte_len);
+                }
+            }
             let holders = *known.entry(who).or_insert_with_key(|who| {
                 let needs = |plan: &usize| who.iter().any(|wanting| *wanting as usize == *plan);
                 let ranks = plan_of.iter().zip(0..).filter(|(plan, _)| needs(plan));
@@ -93,8 +103,13 @@ impl Division {
             }
         }
         let turns: Vec<u32> = piles.iter().map(Pile::messages).collect();
-        let assign =
-            |pile: Pile| Assignment { turns: turns.clone(), send: pile.send, keep: pile.keep };
+        let needs = Needs { most: needed.into_iter().max().unwrap_or(0), once };
+        let assign = |pile: Pile| Assignment {
+            turns: turns.clone(),
+            send: pile.send,
+            keep: pile.keep,
+            needs,
+        };
         Ok(piles.into_iter().map(assign).collect())
     }
 
@@ -205,6 +220,8 @@ impl Pile {
 impl Assignment {
     pub(crate) fn to_wire(&self) -> Bytes {
         let mut out = Vec::new();
+        out.extend_from_slice(&self.needs.most.to_le_bytes());
+        out.extend_from_slice(&self.needs.once.to_le_bytes());
         let turns: Vec<u8> = self.turns.iter().flat_map(|turns| turns.to_le_bytes()).collect();
         for column in [turns.into(), self.send.to_wire(), self.keep.to_wire()] {
             out.extend_from_slice(&(column.len() as u64).to_le_bytes());
@@ -218,10 +235,15 @@ impl Assignment {
             message: "the assignment of reads".to_owned(),
             problem: "it ends too early, or has another number of ranks".to_owned(),
         };
+        let number = |bytes: &mut &[u8]| {
+            let (number, rest) = bytes.split_first_chunk::<8>().ok_or_else(bad)?;
+            *bytes = rest;
+            Ok::<_, PlanError>(u64::from_le_bytes(*number))
+        };
+        let needs = Needs { most: number(&mut bytes)?, once: number(&mut bytes)? };
         let mut column = || {
-            let (len, rest) = bytes.split_first_chunk::<8>().ok_or_else(bad)?;
-            let len = usize::try_from(u64::from_le_bytes(*len)).map_err(|_| bad())?;
-            let (column, rest) = rest.split_at_checked(len).ok_or_else(bad)?;
+            let len = usize::try_from(number(&mut bytes)?).map_err(|_| bad())?;
+            let (column, rest) = bytes.split_at_checked(len).ok_or_else(bad)?;
             bytes = rest;
             Ok::<_, PlanError>(column)
         };
@@ -233,7 +255,7 @@ impl Assignment {
             return Err(bad());
         }
         let send = LoadPlan::from_wire(column()?)?;
-        Ok(Self { turns, send, keep: LoadPlan::from_wire(column()?)? })
+        Ok(Self { turns, send, keep: LoadPlan::from_wire(column()?)?, needs })
     }
 
     /// How many messages `rank` sends.
@@ -297,6 +319,7 @@ mod tests {
             assert!(messages.values().sum::<u64>() <= 6000, "rank {rank}");
         }
         assert_eq!(sum, 15_000);
+        assert_eq!(all[3].needs, Needs { most: 15_000, once: 15_000 });
     }
 
     #[test]
@@ -308,6 +331,7 @@ mod tests {
         assert_eq!(all[1].keep.items.len(), 6);
         assert!(all.iter().all(|assignment| assignment.send.items.is_empty()));
         assert_eq!(all[0].turns, [0, 0, 0]);
+        assert_eq!(all[0].needs, Needs { most: 30, once: 30 });
     }
 
     #[test]

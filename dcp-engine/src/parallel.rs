@@ -21,26 +21,15 @@ use crate::disjoint::cut;
 use crate::division::{Assignment, Division};
 use crate::exchange_message::{Collector, Message, Piece, Wanted};
 use crate::group::Group;
+use crate::measured_speeds::measure;
 use crate::planned::{out_of_step, tensor_dtype};
+use crate::read_sharing::{Exchange, ReadSharing, Speeds};
 use crate::receiver::Receiver;
 
 /// Default of [`ParallelReader::in_flight`].
 const IN_FLIGHT: u64 = 32 << 20;
 /// No message is cut into smaller ones.
 const MESSAGE_MIN: u64 = 64 << 10;
-
-/// How ranks exchange the data that they have read.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Exchange {
-    /// One rank after the other sends one message to all, in turns (Megatron-Core's `broadcast`,
-    /// which lets a rank send all it has before the next one begins).
-    #[default]
-    Broadcast,
-    /// Every rank sends one message to every rank, in rounds (Megatron-Core's `gather_rounds`, where a
-    /// round has one tensor of each rank, however large; here it has so many bytes).
-    GatherRounds,
-}
 
 /// A reader for ranks that need much the same, as the replicas of a model do: what any of them
 /// needs is read once in the group, by one of the ranks that need it, and sent to the others.
@@ -67,6 +56,8 @@ pub struct ParallelReader {
     rule: ShareRule,
     exchange: Exchange,
     in_flight: u64,
+    sharing: ReadSharing,
+    speeds: Option<Speeds>,
     known: OnceCell<Known>,
 }
 
@@ -88,6 +79,8 @@ impl ParallelReader {
             rule: ShareRule::Balanced,
             exchange: Exchange::Broadcast,
             in_flight: IN_FLIGHT,
+            sharing: ReadSharing::Always,
+            speeds: None,
             known: OnceCell::new(),
         }
     }
@@ -122,6 +115,22 @@ impl ParallelReader {
         self
     }
 
+    /// Whether ranks share their reads; always by default. The same on all ranks.
+    #[must_use]
+    pub fn sharing(mut self, sharing: ReadSharing) -> Self {
+        self.sharing = sharing;
+        self
+    }
+
+    /// The bytes per second that a rank reads while all read, and receives while all send. With
+    /// [`ReadSharing::Auto`], loads decide by them and measure nothing, however small they are. The
+    /// slowest rank decides.
+    #[must_use]
+    pub fn speeds(mut self, read: u64, exchange: u64) -> Self {
+        self.speeds = Some(Speeds { read, exchange });
+        self
+    }
+
     fn group(&self) -> Result<Group, CheckpointError> {
         Ok(Group::new(Some(Arc::clone(&self.collective)), 0)?.called(self.world_rank))
     }
@@ -152,8 +161,17 @@ impl ParallelReader {
         plan: &LoadPlan,
         sink: &Arc<dyn DataSink>,
     ) -> Result<ReadReport, CheckpointError> {
+        if self.sharing == ReadSharing::Never {
+            return self.read_alone(group, metadata, plan, sink).await;
+        }
         let assignment = self.divide(group, metadata, plan).await?;
         let mut report = ReadReport::default();
+        if self.sharing == ReadSharing::Auto
+            && !self.pays(group, metadata, &assignment, &mut report).await?
+        {
+            report += self.read_alone(group, metadata, plan, sink).await?;
+            return Ok(report);
+        }
         let mut taker = Receiver::new(metadata, plan, sink);
         let mut ahead = Ahead::new(self, metadata, &assignment.send);
         let rounds = assignment.turns.iter().copied().max().unwrap_or(0);
@@ -184,6 +202,42 @@ impl ParallelReader {
         let outcome = kept.and_then(|()| taker.finish(&mut report));
         group.all_gather_results(Phase::Read, outcome).await?;
         Ok(report)
+    }
+
+    /// Whether sharing is expected to be faster; the same on all ranks, which know the same.
+    async fn pays(
+        &self,
+        group: &Group,
+        metadata: &Arc<CheckpointMetadata>,
+        assignment: &Assignment,
+        report: &mut ReadReport,
+    ) -> Result<bool, CheckpointError> {
+        let needs = assignment.needs;
+        let speeds = match self.speeds {
+            Some(speeds) => group.all_gather_results(Phase::Plan, Ok(speeds)).await?,
+            None if !needs.are_worth_measuring(self.collective.world_size()) => return Ok(false),
+            None => {
+                let (send, exchange) = (&assignment.send, self.exchange);
+                let (speeds, cost) = measure(group, &self.inner, metadata, send, exchange).await?;
+                *report += cost;
+                speeds
+            }
+        };
+        let shares = needs.should_share(&speeds);
+        tracing::debug!(?needs, ?speeds, shares, "chose how ranks read");
+        Ok(shares)
+    }
+
+    /// Reads all that this rank needs.
+    async fn read_alone(
+        &self,
+        group: &Group,
+        metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: &Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let read = self.inner.read(metadata, plan, Arc::clone(sink)).await;
+        group.all_succeed(Phase::Read, read).await
     }
 
     /// Agrees on the reads of each rank.

@@ -8,20 +8,25 @@
 //! - `copy - GIB`: copies the same bytes to memory that was touched before, on all cores; the limit.
 //!   `copy-tensors` the same from tensors of 32 MiB, each by one call, to one memory.
 //! - `write FILE GIB`, `read FILE GIB`: the same bytes by plain system calls, the limit.
-//! - `slice DIR rows|columns`: the part of rank 37 of 64 of one tensor of 1 GiB.
+//! - `slice DIR rows|columns`: the part of rank 37 of 64 of one tensor of 1 GiB; `slice-plain FILE
+//!   rows|columns` as many bytes at the same distances by plain system calls on all cores, the limit.
+//! - `load-replicas DIR RANKS WAY GROUP`: every rank, a thread, loads the same tensors. WAY is `alone`,
+//!   `shared` or `auto`; GROUP is `memory` or `tcp`.
 #![allow(clippy::print_stdout, reason = "a program that prints")]
 
 use std::error::Error;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::num::NonZeroUsize;
+use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dcp::collectives::LocalGroup;
+use dcp::collectives::{LocalGroup, TcpConfig};
 use dcp::core::checkpoint::ReadReport;
 use dcp::core::{Collective, HostMemory, Shard};
-use dcp::formats::dcp::DcpWriter;
+use dcp::engine::{ParallelReader, ReadSharing};
+use dcp::formats::dcp::{DcpReader, DcpWriter};
 use dcp::{Checkpointer, DType, Region, StateDict, Tensor, Value};
 
 type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
@@ -30,6 +35,10 @@ const TENSOR: [u64; 2] = [2048, 4096];
 const TENSOR_BYTES: usize = 32 << 20;
 const LARGE: [u64; 2] = [65536, 4096];
 const PIECE: usize = 8 << 20;
+/// Bytes of a plain write: longer ones are slower where memory is fragmented.
+const WRITTEN: usize = 512 << 10;
+/// Tensors that replicas load: 512 MiB for each rank.
+const REPLICATED: usize = 16;
 
 fn main() -> Result {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -82,6 +91,16 @@ fn main() -> Result {
             let (time, bytes) = (start.elapsed(), bytes_read()? - before);
             let needed = summary.read.bytes_needed;
             (time, Some(ReadReport::new(needed, bytes)))
+        }
+        ["slice-plain", file, by] => (slice_plain(file, by == "rows")?, None),
+        ["load-replicas", dir, ranks, way, group] => {
+            let way = match way {
+                "alone" => ReadSharing::Never,
+                "shared" => ReadSharing::Always,
+                _ => ReadSharing::Auto,
+            };
+            let (time, read) = load_replicas(dir, ranks.parse()?, way, group == "tcp")?;
+            (time, Some(read))
         }
         _ => return Err("see the comment at the top of this example".into()),
     };
@@ -162,8 +181,8 @@ fn write_files(dir: &str, tensors: usize, files: usize) -> Result<Duration> {
                 let (path, pieces) = (format!("{dir}/{number}"), &pieces);
                 scope.spawn(move || {
                     let mut file = File::create(path)?;
-                    for _ in 0..tensors * TENSOR_BYTES / files / PIECE {
-                        file.write_all(&pieces[..PIECE])?;
+                    for _ in 0..tensors * TENSOR_BYTES / files / WRITTEN {
+                        file.write_all(&pieces[..WRITTEN])?;
                     }
                     file.sync_all()
                 })
@@ -175,6 +194,87 @@ fn write_files(dir: &str, tensors: usize, files: usize) -> Result<Duration> {
         Ok::<_, Box<dyn Error>>(())
     })?;
     Ok(start.elapsed())
+}
+
+/// The runs of a slice of [`LARGE`], each by a call, into memory that was touched before.
+fn slice_plain(file: &str, by_rows: bool) -> Result<Duration> {
+    let [rows, columns] = LARGE.map(|size| size as usize);
+    let row = columns * 4;
+    let (run, runs, gap) = if by_rows { (PIECE, 2, PIECE) } else { (row / 64, rows, row) };
+    let mut memory = vec![7_u8; run * runs];
+    let file = File::open(file)?;
+    let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let of_thread = runs.div_ceil(threads);
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = (0..)
+            .zip(memory.chunks_mut(of_thread * run))
+            .map(|(thread, memory)| {
+                let file = &file;
+                scope.spawn(move || {
+                    for (at, run) in memory.chunks_mut(run).enumerate() {
+                        let offset = 37 * (row / 64) + (thread * of_thread + at) * gap;
+                        file.read_exact_at(run, offset as u64)?;
+                    }
+                    Ok::<_, std::io::Error>(())
+                })
+            })
+            .collect();
+        for reader in readers {
+            reader.join().map_err(|_| "a reader panicked")??;
+        }
+        Ok::<_, Box<dyn Error>>(())
+    })?;
+    Ok(start.elapsed())
+}
+
+/// The time of the slowest rank, and what all ranks needed and read from the storage.
+fn load_replicas(
+    dir: &str,
+    ranks: u32,
+    way: ReadSharing,
+    tcp: bool,
+) -> Result<(Duration, ReadReport)> {
+    type RankResult = std::result::Result<(Duration, ReadReport), Box<dyn Error + Send + Sync>>;
+    let load = |group: Arc<dyn Collective>| -> RankResult {
+        let replicas = Arc::clone(&group);
+        let checkpointer = Checkpointer::new().group(Arc::clone(&group)).reader(move |storage| {
+            let reader = Arc::new(DcpReader::new(storage));
+            ParallelReader::new(reader, Arc::clone(&replicas)).sharing(way)
+        });
+        let mut state = rows(REPLICATED, 0, 1)?;
+        group.barrier()?;
+        let start = Instant::now();
+        let summary = checkpointer.load(&mut state, dir).blocking()?;
+        Ok((start.elapsed(), summary.read))
+    };
+    let results: Vec<RankResult> = if tcp {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
+        let port = listener.local_addr()?.port();
+        let mut listener = Some(listener);
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..ranks)
+                .map(|rank| {
+                    let mut config = TcpConfig::new(rank, ranks, "127.0.0.1", port);
+                    if let Some(listener) = listener.take() {
+                        config = config.listener(listener);
+                    }
+                    scope.spawn(move || load(Arc::new(config.connect()?)))
+                })
+                .collect();
+            let panicked = |_| Err("a rank panicked".into());
+            threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()
+        })
+    } else {
+        LocalGroup::new(ranks).run(|group| load(Arc::new(group)))
+    };
+    let (mut time, mut read) = (Duration::ZERO, ReadReport::default());
+    for result in results {
+        let (of_rank, report) = result.map_err(|error| error.to_string())?;
+        time = time.max(of_rank);
+        read += report;
+    }
+    Ok((time, read))
 }
 
 /// The second save has the staging memory and the plan of the first.
@@ -241,7 +341,7 @@ fn write(file: &str, tensors: usize) -> Result<Duration> {
     let pieces: Vec<Vec<u8>> = (0..tensors).map(|_| vec![7; TENSOR_BYTES]).collect();
     let start = Instant::now();
     let mut file = File::create(file)?;
-    for piece in pieces.iter().flat_map(|tensor| tensor.chunks(PIECE)) {
+    for piece in pieces.iter().flat_map(|tensor| tensor.chunks(WRITTEN)) {
         file.write_all(piece)?;
     }
     file.sync_all()?;

@@ -5,6 +5,7 @@
 //! that other work on the machine disturbed least. Files on disk are dropped from the page cache
 //! before they are read.
 
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -20,6 +21,8 @@ use crate::{
 
 const ROUNDS: usize = 5;
 const STARTS: usize = 9;
+/// Ranks that load the same tensors.
+const REPLICAS: &str = "8";
 /// Ranks that save to one disk.
 const WRITERS: [u32; 3] = [2, 4, 8];
 
@@ -150,6 +153,48 @@ impl Bench {
             torch: speed(torch),
             limit: speed(limit),
         });
+        for group in ["memory", "tcp"] {
+            self.replicas((place, cold), &ours, group, &evict, rows)?;
+        }
+        Ok(())
+    }
+
+    /// Loads of the same tensors by the threads of one process, in the ways that there are.
+    fn replicas(
+        &self,
+        (place, cold): (&str, bool),
+        saved: &Path,
+        group: &str,
+        evict: &dyn Fn(&Path) -> Result,
+        rows: &mut Vec<Row>,
+    ) -> Result {
+        let read = Cell::new([f64::NAN; 3]);
+        let load = |at: usize, way: &str| {
+            evict(saved)?;
+            let report = self.rust("load-replicas", saved, &[REPLICAS, way, group])?;
+            let number = |field| report.get(field).and_then(Value::as_f64).unwrap_or(f64::NAN);
+            let of_rank = number("bytes_needed") / REPLICAS.parse::<f64>()?;
+            let mut ratios = read.get();
+            ratios[at] = number("bytes_read") / of_rank;
+            read.set(ratios);
+            Ok(report)
+        };
+        let [alone, shared, chosen] =
+            rounds([&|| load(0, "alone"), &|| load(1, "shared"), &|| load(2, "auto")])?;
+        let [read_alone, read_shared, read_chosen] = read.get();
+        let cold = if cold { " with the page cache dropped," } else { "" };
+        let row = |seconds: f64, ratio: f64| format!("{seconds:.2} s, reads {ratio:.2} ×");
+        rows.push(Row {
+            what: format!("{REPLICAS} replicas load 512 MiB,{cold} {place}, group over {group}"),
+            ours: format!(
+                "each {}; shared {}; `Auto` {}",
+                row(alone, read_alone),
+                row(shared, read_shared),
+                row(chosen, read_chosen)
+            ),
+            torch: String::new(),
+            limit: String::new(),
+        });
         Ok(())
     }
 
@@ -228,11 +273,13 @@ impl Bench {
             };
             let ours = self.rust("slice", &saved, &[by])?;
             let torch = self.torch("slice", &saved, &[by])?;
+            let plain = self.rust("slice-plain", &saved.join("__0_0.distcp"), &[by])?;
+            let seconds = plain.get("seconds").and_then(Value::as_f64).unwrap_or(f64::NAN);
             rows.push(Row {
                 what: format!("bytes read per byte needed, 1/64 of 1 GiB by {by}"),
                 ours: ratio(&ours),
                 torch: ratio(&torch),
-                limit: "1.00".into(),
+                limit: format!("1.00 ({:.0} ms)", seconds * 1e3),
             });
         }
         Ok(())

@@ -48,7 +48,7 @@ mod save;
 
 pub use crate::save::SaveDistribution;
 pub use cache::CachedDistribution;
-pub use dcp_engine::{Exchange, ParallelReader};
+pub use dcp_engine::{Exchange, ParallelReader, ReadSharing};
 pub use dcp_planner::ShareRule;
 pub use distribution::{Distribution, Purpose, distribute};
 pub use inventory::Inventory;

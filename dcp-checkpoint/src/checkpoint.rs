@@ -17,6 +17,8 @@ pub(crate) type TrackerProblem = (&'static str, String);
 /// A checkpoint that an [`Opener`] opened to read.
 pub struct Checkpoint {
     pub(crate) opener: Opener,
+    /// Whether no key was left out.
+    pub(crate) has_all_keys: bool,
     pub(crate) uri: String,
     pub(crate) place: String,
     pub(crate) format: FormatInfo,

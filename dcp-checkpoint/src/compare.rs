@@ -58,9 +58,11 @@ impl Checkpoint {
         job: &JobOptions,
     ) -> Result<Report, Error> {
         let name = dcp_core::text::without_secrets(&self.uri);
-        let mut report = dcp_convert::report::report(&self.source, &name, job, limits).await?;
+        let checkpoint = Whole::with_all_keys(self).await?;
+        let mut report =
+            dcp_convert::report::report(&checkpoint.source, &name, job, limits).await?;
         if stats {
-            let stats = self.stats().job(job.clone()).run().await?;
+            let stats = checkpoint.stats().job(job.clone()).run().await?;
             report.add_stats(&stats, limits);
         }
         Ok(report)

@@ -20,6 +20,7 @@ mod model_files;
 mod new_folders;
 mod notes;
 mod open;
+mod open_keys;
 mod opener;
 mod optimizer;
 mod overlap_guard;

@@ -8,8 +8,8 @@ use dcp_convert::Source;
 use dcp_convert::open::RunListing;
 use dcp_convert::write::{MetadataRewrite, ProfileChoice};
 use dcp_core::format::{
-    CheckpointTarget, Evidence, FormatInfo, Occupant, OpenOptions, OpenedCheckpoint, Place,
-    RankDifference, RunSelection, UnfinishedSave,
+    CheckpointTarget, Evidence, FormatInfo, Occupant, OpenedCheckpoint, Place, RankDifference,
+    RunSelection, UnfinishedSave,
 };
 use dcp_core::registry::Access;
 use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
@@ -51,7 +51,8 @@ impl Opener {
 
     async fn open_noting(&self, uri: &str, notes: &mut Notes) -> Result<Checkpoint, Error> {
         let opened = |place: String, format: FormatInfo, found: OpenedCheckpoint| Checkpoint {
-            opener: self.clone(),
+            opener: self.for_keys(None),
+            has_all_keys: self.keys.is_none(),
             uri: uri.to_owned(),
             place,
             format,
@@ -90,7 +91,7 @@ impl Opener {
             let (format, found) = self.open_variant(&at, &place, variant).await?;
             return Ok(opened(at, format, found));
         }
-        match best.format.open(&place, &self.options()).await {
+        match self.open_selected(&*best.format, &place).await {
             Ok(found) => {
                 if !is_megatron {
                     self.settle_ranks(uri, &found.differing)?;
@@ -145,10 +146,6 @@ impl Opener {
         found.notes.iter().for_each(|note| notes.say(note));
         let opened = opened(uri.to_owned(), format, found);
         Ok(Checkpoint { is_folder: false, storage, ..opened })
-    }
-
-    fn options(&self) -> OpenOptions {
-        OpenOptions::default().with_tolerant(self.need.tolerant()).with_rank(self.rank)
     }
 
     /// Looks at the folder at a URI.

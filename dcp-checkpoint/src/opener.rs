@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use dcp_core::format::FormatRegistry;
+use dcp_core::CheckpointError;
+use dcp_core::format::{
+    CheckpointFormat, FormatRegistry, OpenOptions, OpenedCheckpoint, Place, WantedKeys,
+};
 use dcp_core::registry::StorageRegistry;
 
 use crate::notes::Notes;
@@ -56,6 +59,8 @@ pub struct Opener {
     pub(crate) need: Need,
     pub(crate) rank: Option<u32>,
     pub(crate) variant: Option<String>,
+    /// The tensors that the next checkpoint is opened for; `None` for all.
+    pub(crate) keys: Option<WantedKeys>,
     notes: Notes,
 }
 
@@ -65,7 +70,8 @@ impl Opener {
     pub fn new(storages: StorageRegistry) -> Self {
         let notes = Notes::unheard();
         let formats = default_formats();
-        Self { storages, formats, need: Need::default(), rank: None, variant: None, notes }
+        let need = Need::default();
+        Self { storages, formats, need, rank: None, variant: None, keys: None, notes }
     }
 
     /// The formats that are recognized; [`default_formats`] by default. A plug-in registers its own
@@ -111,6 +117,33 @@ impl Opener {
     #[must_use]
     pub fn storages(&self) -> &StorageRegistry {
         &self.storages
+    }
+
+    /// The same opener for these tensors; for all where there is no condition.
+    pub(crate) fn for_keys(&self, keys: Option<WantedKeys>) -> Self {
+        Self { keys, ..self.clone() }
+    }
+
+    pub(crate) fn options(&self) -> OpenOptions {
+        let options = OpenOptions::default().with_tolerant(self.need.tolerant());
+        options.with_rank(self.rank).with_keys(self.keys.clone())
+    }
+
+    /// Opens the checkpoint in a folder with the keys that are needed, or with all where there are
+    /// none of those.
+    pub(crate) async fn open_selected(
+        &self,
+        format: &dyn CheckpointFormat,
+        place: &Place,
+    ) -> Result<OpenedCheckpoint, CheckpointError> {
+        let options = self.options();
+        let opened = format.open(place, &options).await?;
+        let Some(keys) = &self.keys else { return Ok(opened) };
+        let metadata = opened.reader.metadata().await?;
+        match metadata.iter().any(|(fqn, _)| keys.accepts(fqn)) {
+            true => Ok(opened),
+            false => format.open(place, &options.with_keys(None)).await,
+        }
     }
 
     pub(crate) fn notes(&self) -> Notes {

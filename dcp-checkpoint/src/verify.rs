@@ -9,6 +9,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::Error;
 use crate::open::read_all_the_same;
 use crate::setters::job_options;
+use crate::whole::Whole;
 
 impl Checkpoint {
     /// Checks that this checkpoint is whole: its structure, and with
@@ -58,7 +59,7 @@ impl Verification<'_> {
     ///
     /// When the storage fails; damage is in the report.
     pub async fn run(self) -> Result<VerifyReport, Error> {
-        let checkpoint = self.checkpoint;
+        let checkpoint = &*Whole::with_all_keys(self.checkpoint).await?;
         let mut report = match &checkpoint.megatron {
             Some(megatron) => {
                 let mut report = verify_opened(megatron, self.deep, &self.job).await?;

@@ -17,9 +17,18 @@ impl<'a> Whole<'a> {
     /// The checkpoint itself where it was opened so, else opened again, with its damage as errors.
     pub(crate) async fn of(checkpoint: &'a Checkpoint) -> Result<Self, Error> {
         if checkpoint.opener.need == Need::Whole {
-            return Ok(Self::Opened(checkpoint));
+            return Self::with_all_keys(checkpoint).await;
         }
         let opener = checkpoint.opener.unheard().need(Need::Whole);
+        Ok(Self::Again(Box::new(opener.open(&checkpoint.uri).await?)))
+    }
+
+    /// The checkpoint itself where it was opened for all keys, else opened again.
+    pub(crate) async fn with_all_keys(checkpoint: &'a Checkpoint) -> Result<Self, Error> {
+        if checkpoint.has_all_keys {
+            return Ok(Self::Opened(checkpoint));
+        }
+        let opener = checkpoint.opener.unheard();
         Ok(Self::Again(Box::new(opener.open(&checkpoint.uri).await?)))
     }
 

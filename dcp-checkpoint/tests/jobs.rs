@@ -14,7 +14,7 @@ use dcp_conformance::{MemoryStorage, StallStorage};
 use dcp_convert::JobOptions;
 use dcp_convert::keys::StatePart;
 use dcp_core::error::StorageOp;
-use dcp_core::format::Subfolder;
+use dcp_core::format::{Subfolder, WantedKeys};
 use dcp_core::location::Location;
 use dcp_core::metadata::Entry;
 use dcp_core::registry::{Access, StorageRegistry};
@@ -123,6 +123,34 @@ async fn ranks_that_differ_need_a_choice_only_where_all_is_written() {
 
     let second = opener.rank(1).open(&url).await.unwrap();
     second.convert(&target).run().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_checkpoint_of_some_keys_has_no_other_tensor_but_jobs_on_all_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("copy.pt").display().to_string();
+    let url = fixture("pytorch/fsdp2_adam_2r");
+    let opener = Opener::new(storages());
+    let tensors = async |checkpoint: &Checkpoint| {
+        let metadata = checkpoint.source().metadata().await.unwrap();
+        metadata.iter().filter(|(_, entry)| entry.as_tensor().is_some()).count()
+    };
+    let all = opener.open(&url).await.unwrap();
+    let one = opener.open_keys(&url, WantedKeys::one("model.norm.bias")).await.unwrap();
+    assert_eq!(tensors(&one).await, 1);
+    let shown = one.inspect().key("model.norm.bias").run().await.unwrap();
+    let expected = all.inspect().key("model.norm.bias").run().await.unwrap();
+    assert_eq!(shown.summary, expected.summary);
+
+    // The error names what there is.
+    let unknown = opener.open_keys(&url, WantedKeys::one("model.norm.bais")).await.unwrap();
+    let error = unknown.get("model.norm.bais").run().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::UnknownKey);
+    assert!(error.hint().unwrap().contains("model.norm.bias"), "{error:?}");
+
+    assert_eq!(one.verify().run().await.unwrap(), all.verify().run().await.unwrap());
+    one.convert(&target).run().await.unwrap();
+    assert_eq!(tensors(&open(&target).await).await, tensors(&all).await);
 }
 
 #[tokio::test]

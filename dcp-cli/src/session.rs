@@ -4,6 +4,7 @@ use dcp::StorageRegistry;
 use dcp::checkpoint::{Checkpoint, Need, Opener, Rollback};
 use dcp::convert::JobOptions;
 use dcp::convert::group::JobGroup;
+use dcp::core::format::WantedKeys;
 use dcp::node::{CacheFolder, cache_layer};
 use dcp::trace::TraceRecorder;
 
@@ -91,6 +92,15 @@ impl Session {
     /// Opens a checkpoint to read.
     pub(crate) async fn open(&self, uri: &str, need: Need) -> Result<Checkpoint, Failure> {
         Ok(self.opener().need(need).open(uri).await?)
+    }
+
+    /// Opens a checkpoint as far as it can be read, for a command that needs only these tensors.
+    pub(crate) async fn open_keys(
+        &self,
+        uri: &str,
+        keys: WantedKeys,
+    ) -> Result<Checkpoint, Failure> {
+        Ok(self.opener().open_keys(uri, keys).await?)
     }
 
     /// Opens several.

@@ -3,7 +3,7 @@
 //! - `make-plans LAYOUT RANKS KEYS FILE`: the messages of all ranks of a first save, in one file.
 //! - `plan FILE`: what the coordinator computes, from those messages to the validated global plan.
 //! - `make-metadata LAYOUT RANKS KEYS FILE`: the `.metadata` of that save.
-//! - `decode FILE`: its index; `encode FILE`: the reverse.
+//! - `decode FILE`: its index; `decode-one FILE`: one tensor of it; `encode FILE`: the reverse.
 //!
 //! The code that is measured runs below a function named `measured`, by which callgrind finds it.
 #![allow(clippy::print_stdout, reason = "a program that prints")]
@@ -18,13 +18,15 @@ use dcp_core::path::PathItem;
 use dcp_core::plan::{GlobalPlan, LeafKind, PlanContext, SavePlan, StateIndex, StateLeaf};
 use dcp_core::planner::SavePlanner;
 use dcp_core::{CheckpointMetadata, DType, Key, PlanError, Region};
-use dcp_formats::metadata::{Profile, decode, encode};
+use dcp_formats::metadata::{Profile, decode, decode_selected, encode};
 use dcp_planner::DefaultSavePlanner;
 use dcp_planner::mesh::chunk_along;
 
 type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
 
 const SHAPE: [u64; 2] = [8192, 4096];
+/// The tensor that `decode-one` reads.
+const ONE: &str = "model.layers.1.mlp.up_proj.weight";
 
 fn main() -> Result {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -55,6 +57,12 @@ fn main() -> Result {
             let bytes = std::fs::read(file)?;
             let (metadata, time) = timed(|| decode(&bytes));
             report(time, chunks(&metadata?))
+        }
+        ["decode-one", file] => {
+            let bytes = std::fs::read(file)?;
+            let is_wanted = |fqn: &str| fqn == ONE;
+            let (decoded, time) = timed(|| decode_selected(&bytes, &is_wanted));
+            report(time, chunks(&decoded?.metadata))
         }
         ["encode", file] => {
             let metadata = decode(&std::fs::read(file)?)?;

@@ -20,6 +20,8 @@ const SIZES: [(u32, u32); 3] = [(1024, 500), (4096, 250), (4096, 1000)];
 const LARGEST: [(u32, u32); 2] = [(16384, 250), (16384, 1000)];
 /// Ranks and tensors of the saves whose index is measured.
 const INDEX_SIZES: [(u32, u32); 2] = [(1024, 500), (4096, 1000)];
+/// What is measured of an index.
+const OF_INDEX: [&str; 3] = ["decode", "decode-one", "encode"];
 const ROUNDS: usize = 3;
 
 /// The committed counts.
@@ -49,7 +51,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
     }
     for (ranks, keys) in INDEX_SIZES {
         let bytes = make(&program, "make-metadata", "grid", (ranks, keys), &file)?;
-        for what in ["decode", "encode"] {
+        for what in OF_INDEX {
             let name = format!("{what} grid {ranks} x {keys}");
             rows.push(fastest(&program, what, &file, &name, bytes)?);
         }
@@ -152,7 +154,7 @@ fn counts(program: &Path, folder: &Path) -> Result<Map<String, Value>> {
         let bytes = make(program, "make-metadata", "grid", (ranks, keys), &file)?;
         let name = format!("index of {ranks} x {keys}");
         found.insert(format!("{name}, bytes for each chunk"), (bytes / items).into());
-        for what in ["decode", "encode"] {
+        for what in OF_INDEX {
             let count = instructions(program, what, &file, folder)?;
             found.insert(
                 format!("{name}, {what}, instructions for each chunk"),

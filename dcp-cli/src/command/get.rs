@@ -4,10 +4,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 use dcp::DType;
+use dcp::checkpoint::TargetOptions;
 use dcp::checkpoint::jobs::Item;
-use dcp::checkpoint::{Need, TargetOptions};
 use dcp::convert::JobOptions;
 use dcp::convert::jobs::get::Found;
+use dcp::core::format::WantedKeys;
 use dcp::core::text::escaped;
 use serde_json::json;
 
@@ -72,7 +73,7 @@ pub(crate) struct Get {
 pub(crate) fn get(args: &Get, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
     session.run(args.output.is_some(), async {
-        let opened = session.open(&args.uri, Need::Readable).await?;
+        let opened = session.open_keys(&args.uri, WantedKeys::one(&args.fqn)).await?;
         let lookup = opened.get(&args.fqn).dtype(args.dtype);
         let item = match &args.slice {
             Some(slice) => lookup.slice(slice).run().await?,

@@ -5,6 +5,7 @@ use dcp::checkpoint::Need;
 use dcp::convert::jobs::inspect::KeySummary;
 use dcp::convert::keys::unmatched_patterns;
 use dcp::convert::{ConvertError, Source};
+use dcp::core::format::WantedKeys;
 
 use crate::failure::{Exit, Failure};
 use crate::output::render::{megatron, shards, tree};
@@ -84,8 +85,19 @@ pub(crate) fn inspect(args: &Inspect, session: &Session) -> Result<(), Failure> 
     if args.common || args.args {
         return common_state(args, session);
     }
+    let keys = match (&args.shards, &args.filter) {
+        (Some(fqn), _) => Some(WantedKeys::one(fqn)),
+        (None, Some(glob)) => {
+            let glob = glob.clone();
+            Some(WantedKeys::new(move |name| matches(&glob, name)))
+        }
+        (None, None) => None,
+    };
     let inspected = session.run(false, async {
-        let opened = session.open(&args.uri, Need::Readable).await?;
+        let opened = match keys {
+            Some(keys) => session.open_keys(&args.uri, keys).await?,
+            None => session.open(&args.uri, Need::Readable).await?,
+        };
         if !args.json {
             session.note_ambiguity(&args.uri).await?;
         }

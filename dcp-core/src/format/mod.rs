@@ -13,6 +13,7 @@ mod recognized;
 mod registry;
 mod subfolder;
 mod target;
+mod wanted_keys;
 
 use std::fmt;
 
@@ -34,6 +35,7 @@ pub use recognized::{
 pub use registry::{FolderMatch, FormatRegistry, natural};
 pub use subfolder::Subfolder;
 pub use target::{CheckpointTarget, Compression, Existing, Occupant, OccupantRun, WriterOptions};
+pub use wanted_keys::WantedKeys;
 
 /// A checkpoint format, as a plug-in of everything that opens checkpoints.
 ///

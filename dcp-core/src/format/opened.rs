@@ -8,6 +8,7 @@ use super::audit::CheckpointAudit;
 use super::listed::ListedStorage;
 use super::listing::Listing;
 use super::subfolder::Subfolder;
+use super::wanted_keys::WantedKeys;
 use crate::checkpoint::StorageReader;
 use crate::error::StorageError;
 use crate::key::Key;
@@ -26,6 +27,9 @@ pub struct OpenOptions {
     /// The rank whose tensors and objects are read where ranks saved without collectives and
     /// differ.
     pub rank: Option<u32>,
+    /// The tensors that are needed; `None` for all. A format may leave others out of the metadata,
+    /// where it opens the checkpoint faster without them, but no objects.
+    pub keys: Option<WantedKeys>,
 }
 
 impl OpenOptions {
@@ -47,6 +51,13 @@ impl OpenOptions {
     #[must_use]
     pub fn with_rank(mut self, rank: Option<u32>) -> Self {
         self.rank = rank;
+        self
+    }
+
+    /// The same, for a caller that needs no other tensors than these.
+    #[must_use]
+    pub fn with_keys(mut self, keys: Option<WantedKeys>) -> Self {
+        self.keys = keys;
         self
     }
 }

@@ -234,6 +234,9 @@ impl CheckpointFormat for DcpFormat {
         if let Some(rank) = options.rank {
             reader = reader.rank(rank);
         }
+        if let Some(keys) = &options.keys {
+            reader = reader.keys(keys.clone());
+        }
         let reader = Arc::new(reader.build());
         reader.metadata().await?;
         let opened = OpenedCheckpoint::new(Arc::clone(place.storage()), Arc::clone(&reader) as _);

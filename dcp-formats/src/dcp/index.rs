@@ -5,6 +5,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use dcp_core::format::WantedKeys;
 use dcp_core::metadata::{Entry, Placement};
 use dcp_core::storage::{ObjectMeta, StorageExt as _};
 use dcp_core::{
@@ -18,7 +19,7 @@ use futures_util::{StreamExt as _, TryStreamExt as _};
 use super::by_rank::{self, Differing};
 use super::names::{METADATA, Named, sidecar as sidecar_name};
 use super::{safetensors_files, wrapped};
-use crate::metadata::{Decoded, check_chunks};
+use crate::metadata::{Decoded, check_chunks, decode_all, decode_selected};
 use crate::pickle::ForeignName;
 use crate::safetensors::INDEX_ENDING;
 
@@ -41,14 +42,25 @@ pub(super) struct Index {
     pub(super) differing: Arc<[Differing]>,
 }
 
-/// Reads the index. A tolerant reader accepts one that contradicts itself or the files. Without
-/// `check_files`, a folder with a `.metadata` is not listed.
+/// How an index is read.
+#[derive(Clone, Debug)]
+pub(super) struct IndexOptions {
+    /// Whether an index that contradicts itself or the files is accepted.
+    pub(super) tolerant: bool,
+    /// Whether a folder with a `.metadata` is listed, too.
+    pub(super) check_files: bool,
+    /// The rank whose entries are taken where those of ranks differ.
+    pub(super) rank: Option<u32>,
+    /// The tensors that are needed; `None` for all.
+    pub(super) keys: Option<WantedKeys>,
+}
+
+/// Reads the index.
 pub(super) async fn load(
     storage: &Arc<dyn Storage>,
-    tolerant: bool,
-    check_files: bool,
-    rank: Option<u32>,
+    options: &IndexOptions,
 ) -> Result<Index, CheckpointError> {
+    let IndexOptions { tolerant, check_files, rank, ref keys } = *options;
     let mut warnings = Vec::new();
     let (mut differing, mut rank_warnings, mut stale) = (Vec::new(), Vec::new(), None);
     let (mut original_shapes, mut foreign_names) = (HashMap::new(), Vec::new());
@@ -56,7 +68,11 @@ pub(super) async fn load(
     let (bytes, early) = join(read_if_there(&**storage, METADATA), list_early).await;
     let (mut metadata, crc32) = match bytes? {
         Some(bytes) => {
-            let decoded = decode(METADATA, &bytes)?;
+            let decoded = match keys {
+                None => decode_all(&bytes),
+                Some(keys) => decode_selected(&bytes, &|fqn| keys.accepts(fqn)),
+            };
+            let decoded = decoded.map_err(|error| error.in_file(METADATA, 0))?;
             original_shapes = decoded.original_shapes;
             foreign_names = decoded.foreign_names;
             (decoded.metadata, Some(crc32fast::hash(&bytes)))
@@ -64,7 +80,11 @@ pub(super) async fn load(
         None => {
             let merged = by_rank::load(storage, tolerant, rank).await?;
             (differing, rank_warnings, stale) = (merged.differing, merged.warnings, merged.stale);
-            (merged.metadata, None)
+            let mut metadata = merged.metadata;
+            if let Some(keys) = keys {
+                metadata.retain(|fqn, entry| entry.as_object().is_some() || keys.accepts(fqn));
+            }
+            (metadata, None)
         }
     };
     let early = early.and_then(|early| ListedFiles::early(&**storage, early, &metadata));
@@ -142,7 +162,7 @@ async fn list_early(storage: &dyn Storage) -> Option<Vec<ObjectMeta>> {
 }
 
 pub(super) fn decode(file: &str, bytes: &Bytes) -> Result<Decoded, FormatError> {
-    crate::metadata::decode_all(bytes).map_err(|error| error.in_file(file, 0))
+    decode_all(bytes).map_err(|error| error.in_file(file, 0))
 }
 
 /// Whether a file is in a folder below, which a listing does not show.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::checkpoint::{DataSink, ReadReport};
-use dcp_core::format::ListedStorage;
+use dcp_core::format::{ListedStorage, WantedKeys};
 use dcp_core::plan::LoadPlan;
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{
@@ -16,7 +16,7 @@ use dcp_core::{
 use futures_util::lock::Mutex;
 
 use super::by_rank::Differing;
-use super::index::{Index, load};
+use super::index::{Index, IndexOptions, load};
 use super::names::sidecar;
 use super::sidecar::Sidecar;
 use crate::pickle::ForeignName;
@@ -41,11 +41,9 @@ pub struct DcpReader {
     verify_checksums: bool,
     verify_parts: bool,
     compare_saved: bool,
-    tolerant: bool,
-    check_files: bool,
+    how: IndexOptions,
     scratch_bytes: u64,
     progress: Option<ByteProgress>,
-    rank: Option<u32>,
     index: Mutex<Option<Index>>,
     saved: Arc<Mutex<Option<Arc<SavedCrcs>>>>,
     archives: Arc<KnownArchives>,
@@ -71,11 +69,9 @@ impl DcpReader {
             verify_checksums: true,
             verify_parts: true,
             compare_saved: false,
-            tolerant: false,
-            check_files: true,
+            how: IndexOptions { tolerant: false, check_files: true, rank: None, keys: None },
             scratch_bytes: SCRATCH_BYTES,
             progress: None,
-            rank: None,
             index: Mutex::new(None),
             saved: Arc::default(),
             archives: Arc::default(),
@@ -172,7 +168,7 @@ impl DcpReader {
         if let Some(index) = &*index {
             return Ok(index.clone());
         }
-        let loaded = load(&self.storage, self.tolerant, self.check_files, self.rank).await?;
+        let loaded = load(&self.storage, &self.how).await?;
         Ok(index.insert(loaded).clone())
     }
 }
@@ -251,7 +247,7 @@ impl DcpReaderBuilder {
     /// files, chunks outside their tensor or overlapping. The reader then warns, and fails only
     /// when it reads such a part. The default is false.
     pub fn tolerant(mut self, tolerant: bool) -> Self {
-        self.reader.tolerant = tolerant;
+        self.reader.how.tolerant = tolerant;
         self
     }
 
@@ -261,13 +257,21 @@ impl DcpReaderBuilder {
     /// a web server, which lists nothing, one for every file of the checkpoint. Tensors in images of
     /// safetensors need the lengths of the files all the same.
     pub fn check_files(mut self, check: bool) -> Self {
-        self.reader.check_files = check;
+        self.reader.how.check_files = check;
         self
     }
 
     /// The rank whose tensors and objects are read if ranks saved without collectives and differ.
     pub fn rank(mut self, rank: u32) -> Self {
-        self.reader.rank = Some(rank);
+        self.reader.how.rank = Some(rank);
+        self
+    }
+
+    /// The tensors that are read; by default all. Others are not in the metadata, and their chunks
+    /// are not decoded: a part of a large checkpoint is opened in less time and memory. Objects are
+    /// all there.
+    pub fn keys(mut self, keys: WantedKeys) -> Self {
+        self.reader.how.keys = Some(keys);
         self
     }
 

@@ -87,7 +87,7 @@ impl<'p, 'a> Graph<'p, 'a> {
     /// The class of an object node.
     pub(super) fn class(&self, id: NodeId) -> Option<Class> {
         if let Some(record) = self.pickle.record(id) {
-            return self.meaning(record.class());
+            return self.classes.get(record.class()).copied();
         }
         let object = self.pickle.object(id)?;
         let class = match self.pickle.global_name(object.class) {
@@ -144,7 +144,7 @@ impl<'p, 'a> Graph<'p, 'a> {
             }
             return Ok(parts);
         };
-        if self.meaning(record.class()) != Some(class) {
+        if self.classes.get(record.class()) != Some(&class) {
             return Err(self.unexpected(&what(), id));
         }
         self.pickle.each_field(record, |name, field| {
@@ -152,6 +152,8 @@ impl<'p, 'a> Graph<'p, 'a> {
             if let Some(part) = position.and_then(|position| parts.get_mut(position)) {
                 part.get_or_insert(field);
             }
+            // The record is read no further than to the only attribute.
+            N > 1 || position.is_none()
         });
         Ok(parts)
     }
@@ -199,13 +201,20 @@ impl<'p, 'a> Graph<'p, 'a> {
 
     /// The text of a field, which the input has or a node.
     pub(super) fn field_str(&self, field: Field<'p>, what: &str) -> Result<&'p str, FormatError> {
+        if let Field::Node(id) = field {
+            return self.str(id, what);
+        }
+        let text = self.field_text(field).ok_or_else(|| bad(format!("{what} is not a str")))?;
+        self.spend(text.len() / TEXT_UNIT)?;
+        Ok(text)
+    }
+
+    /// The same without a deduction from the allowance, for a field that is read again.
+    pub(super) fn field_text(&self, field: Field<'p>) -> Option<&'p str> {
         match field {
-            Field::Node(id) => self.str(id, what),
-            Field::Str(text) => {
-                self.spend(text.len() / TEXT_UNIT)?;
-                Ok(text)
-            }
-            _ => Err(bad(format!("{what} is not a str"))),
+            Field::Node(id) => self.pickle.str(id),
+            Field::Str(text) => Some(text),
+            _ => None,
         }
     }
 

@@ -14,6 +14,8 @@ use crate::pickle::{ForeignName, Limits, Node, NodeId, Pickle};
 
 /// The value of [`dcp_core::metadata::Provenance::format`] for these checkpoints.
 const FORMAT: &str = "torch_dcp";
+/// Whether a tensor of that name is read.
+type IsWanted<'a> = &'a dyn Fn(&str) -> bool;
 /// The attributes of a chunk.
 const CHUNK: [&str; 2] = ["offsets", "sizes"];
 
@@ -50,12 +52,30 @@ pub struct Decoded {
 ///
 /// As [`decode`], and when an original shape is invalid.
 pub fn decode_all(bytes: &[u8]) -> Result<Decoded, FormatError> {
+    decode_bytes(bytes, None)
+}
+
+/// Like [`decode_all`], without the tensors whose names `is_wanted` refuses, and without the names
+/// of files that only those are in. Their chunks are not read, so that one tensor of a large index
+/// takes less time and memory than all. Objects are kept, whatever their names.
+///
+/// # Errors
+///
+/// As [`decode_all`], but not for a chunk or a placement of a tensor that is left out.
+pub fn decode_selected(
+    bytes: &[u8],
+    is_wanted: &dyn Fn(&str) -> bool,
+) -> Result<Decoded, FormatError> {
+    decode_bytes(bytes, Some(is_wanted))
+}
+
+fn decode_bytes(bytes: &[u8], is_wanted: Option<IsWanted<'_>>) -> Result<Decoded, FormatError> {
     // What most of a large index consists of is read as records, in a tenth of the time and the
     // memory. A pickle that is not as picklers write it, or damaged, is read without.
     let index = Pickle::parse_with_records(bytes, &Limits::DEFAULT, Class::has_records);
-    match index.and_then(|pickle| decode_parsed(&pickle)) {
+    match index.and_then(|pickle| decode_graph(&pickle, is_wanted)) {
         Ok(decoded) => Ok(decoded),
-        Err(_) => decode_parsed(&Pickle::parse(bytes, &Limits::DEFAULT)?),
+        Err(_) => decode_graph(&Pickle::parse(bytes, &Limits::DEFAULT)?, is_wanted),
     }
 }
 
@@ -65,6 +85,14 @@ pub fn decode_all(bytes: &[u8]) -> Result<Decoded, FormatError> {
 ///
 /// As [`decode_all`].
 pub fn decode_parsed(pickle: &Pickle<'_>) -> Result<Decoded, FormatError> {
+    decode_graph(pickle, None)
+}
+
+fn decode_graph(
+    pickle: &Pickle<'_>,
+    is_wanted: Option<IsWanted<'_>>,
+) -> Result<Decoded, FormatError> {
+    let is_wanted = |fqn: &str| is_wanted.is_none_or(|is_wanted| is_wanted(fqn));
     let graph = Graph::new(pickle);
     let root = pickle.root();
     let metadata = graph.instance(root, Class::Metadata, "the whole")?;
@@ -73,19 +101,25 @@ pub fn decode_parsed(pickle: &Pickle<'_>) -> Result<Decoded, FormatError> {
     if let Some(entries) = graph.attribute(metadata, "state_dict_metadata") {
         for [key, value] in graph.entries(entries, "state_dict_metadata")? {
             let fqn = graph.str(*key, "a name in state_dict_metadata")?;
-            let entry = entry(&graph, fqn, *value)?;
+            let entry = entry(&graph, fqn, *value, is_wanted(fqn))?;
             out.insert(fqn, entry);
         }
     }
+    let is_kept = |fqn: &str, entry: &Entry| entry.as_object().is_some() || is_wanted(fqn);
+    let kept: Vec<bool> = out.iter().map(|(fqn, entry)| is_kept(fqn, entry)).collect();
+    let is_whole = kept.iter().all(|kept| *kept);
     if let Some(places) = graph.attribute(metadata, "storage_data") {
         let entries = graph.entries(places, "storage_data")?;
-        let mut places = Places::new(&graph, &mut out);
+        let mut places = Places::new(&graph, &mut out, (!is_whole).then_some(kept));
         for [index, info] in entries {
             places.place(*index, *info)?;
         }
     }
     if let Some(paths) = graph.attribute(metadata, "planner_data") {
         set_paths(&graph, paths, &mut out);
+    }
+    if !is_whole {
+        out.retain(is_kept);
     }
     let provenance = out.provenance_mut();
     provenance.format = Some(FORMAT.into());
@@ -133,15 +167,26 @@ fn original_shapes(
     Ok(shapes)
 }
 
-fn entry(graph: &Graph<'_, '_>, fqn: &str, id: NodeId) -> Result<Entry, FormatError> {
+/// `is_wanted` is whether the chunks of a tensor are read.
+fn entry(
+    graph: &Graph<'_, '_>,
+    fqn: &str,
+    id: NodeId,
+    is_wanted: bool,
+) -> Result<Entry, FormatError> {
     match graph.class(id) {
         Some(Class::BytesMetadata) => Ok(Entry::Object(ObjectEntry::new(None))),
-        Some(Class::TensorMetadata) => tensor(graph, fqn, id).map(Entry::Tensor),
+        Some(Class::TensorMetadata) => tensor(graph, fqn, id, is_wanted).map(Entry::Tensor),
         _ => Err(graph.unexpected(&format!("{fqn:?}"), id)),
     }
 }
 
-fn tensor(graph: &Graph<'_, '_>, fqn: &str, id: NodeId) -> Result<TensorEntry, FormatError> {
+fn tensor(
+    graph: &Graph<'_, '_>,
+    fqn: &str,
+    id: NodeId,
+    is_wanted: bool,
+) -> Result<TensorEntry, FormatError> {
     let what = format!("tensor {fqn:?}");
     let attributes = graph.instance(id, Class::TensorMetadata, &what)?;
     let (dtype, properties) =
@@ -150,6 +195,9 @@ fn tensor(graph: &Graph<'_, '_>, fqn: &str, id: NodeId) -> Result<TensorEntry, F
     graph.dims(graph.require(attributes, "size", &what)?, &format!("{what}: size"), &mut shape)?;
     let mut tensor = TensorEntry::new(dtype, shape);
     tensor.properties = properties;
+    if !is_wanted {
+        return Ok(tensor);
+    }
 
     let chunks = graph.require(attributes, "chunks", &what)?;
     let Node::List(chunks) = *graph.pickle.node(chunks) else {

@@ -12,7 +12,7 @@ mod geometry;
 mod places;
 mod profile;
 
-pub use decode::{Decoded, decode, decode_all, decode_parsed};
+pub use decode::{Decoded, decode, decode_all, decode_parsed, decode_selected};
 pub use encode::encode;
 pub use geometry::check_chunks;
 pub use profile::Profile;

@@ -10,11 +10,18 @@ use super::attributes::{Graph, Wanted, bad, missing};
 use super::class::Class;
 use crate::pickle::{Field, Node, NodeId};
 
+/// How messages name a key of `storage_data`, and the name in one.
+const KEY: &str = "a key of storage_data";
+const NAME: &str = "a name in storage_data";
+
 /// Applies the placements of `storage_data` to chunks and objects.
 #[derive(Debug)]
 pub(super) struct Places<'g, 'p, 'a> {
     graph: &'g Graph<'p, 'a>,
     out: &'g mut CheckpointMetadata,
+    /// Whether the chunks of each entry are read; `None` where those of all are.
+    kept: Option<Vec<bool>>,
+    name: Wanted<1>,
     index: Wanted<3>,
     info: Wanted<4>,
     files: HashMap<&'p str, FileId>,
@@ -26,15 +33,23 @@ pub(super) struct Places<'g, 'p, 'a> {
     /// Positions of chunks by offsets, for tensors with wrong hints.
     by_offsets: HashMap<usize, HashMap<Box<[u64]>, usize>>,
     offsets: Vec<u64>,
-    /// The last name and its position: those of one tensor mostly come together.
-    last: Option<(&'p str, usize)>,
+    /// The position of the last name. Those of one tensor come together, or those of one rank in the
+    /// order of the index.
+    last: usize,
 }
 
 impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
-    pub(super) fn new(graph: &'g Graph<'p, 'a>, out: &'g mut CheckpointMetadata) -> Self {
+    /// `kept` is whether the chunks of each entry are read; `None` where those of all are.
+    pub(super) fn new(
+        graph: &'g Graph<'p, 'a>,
+        out: &'g mut CheckpointMetadata,
+        kept: Option<Vec<bool>>,
+    ) -> Self {
         Self {
             graph,
             out,
+            kept,
+            name: Wanted::new(["fqn"]),
             index: Wanted::new(["fqn", "index", "offset"]),
             info: Wanted::new(["relative_path", "offset", "length", "transform_descriptors"]),
             files: HashMap::new(),
@@ -43,18 +58,35 @@ impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
             last_encoding: None,
             by_offsets: HashMap::new(),
             offsets: Vec::new(),
-            last: None,
+            last: 0,
         }
+    }
+
+    /// Whether the key of an entry is that of a tensor or object to read.
+    fn is_kept(&mut self, index: NodeId) -> Result<bool, FormatError> {
+        if self.kept.is_none() {
+            return Ok(true);
+        }
+        let graph = self.graph;
+        let [fqn] = graph.parts(index, Class::Index, &self.name, || KEY.to_owned())?;
+        let fqn = fqn.ok_or_else(|| missing(KEY, "fqn"))?;
+        let position = graph.field_text(fqn).and_then(|text| self.position(text));
+        let kept = self.kept.as_deref().unwrap_or_default();
+        if position.and_then(|position| kept.get(position)) == Some(&true) {
+            return Ok(true);
+        }
+        graph.field_str(fqn, NAME).map(|_| false)
     }
 
     /// Reads one entry of `storage_data`.
     pub(super) fn place(&mut self, index: NodeId, info: NodeId) -> Result<(), FormatError> {
+        if !self.is_kept(index)? {
+            return Ok(());
+        }
         let graph = self.graph;
-        let what = "a key of storage_data";
         let [fqn, hint, offset] =
-            graph.parts(index, Class::Index, &self.index, || what.to_owned())?;
-        let fqn = fqn.ok_or_else(|| missing(what, "fqn"))?;
-        let fqn = graph.field_str(fqn, "a name in storage_data")?;
+            graph.parts(index, Class::Index, &self.index, || KEY.to_owned())?;
+        let fqn = graph.field_str(fqn.ok_or_else(|| missing(KEY, "fqn"))?, NAME)?;
         let placement = self.placement(fqn, info)?;
         let Some(position) = self.position(fqn) else { return Ok(()) };
 
@@ -77,14 +109,11 @@ impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
         Ok(())
     }
 
-    fn position(&mut self, fqn: &'p str) -> Option<usize> {
-        if let Some((name, position)) = self.last
-            && name == fqn
-        {
-            return Some(position);
-        }
-        let position = self.out.index_of(fqn)?;
-        self.last = Some((fqn, position));
+    fn position(&mut self, fqn: &str) -> Option<usize> {
+        let is_it = |at: &usize| self.out.at(*at).is_some_and(|(name, _)| **name == *fqn);
+        let near = [self.last, self.last + 1].into_iter().find(is_it);
+        let position = near.or_else(|| self.out.index_of(fqn))?;
+        self.last = position;
         Some(position)
     }
 

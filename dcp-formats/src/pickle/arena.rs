@@ -57,8 +57,8 @@ pub enum Node<'a> {
     Persistent(NodeId),
 }
 
-/// The number of the first record among objects, far more than a pickle's memory has room for.
-pub(super) const RECORDS: u32 = 1 << 31;
+/// The index of the first record among nodes, far more than a pickle's memory has room for.
+pub(super) const RECORDS: usize = 1 << 31;
 
 /// The children of a node: a range of node numbers.
 #[derive(Clone, Copy, Debug, Default)]
@@ -123,7 +123,9 @@ pub struct Pickle<'a> {
     /// What records refer to; both are empty without records.
     pub(super) input: &'a [u8],
     pub(super) memo: Memo,
-    /// Instances whose attributes stay encoded, as [`Node::Object`]s from [`RECORDS`] on.
+    /// The number of `torch.Size` among the globals.
+    pub(super) size_class: Option<u32>,
+    /// Instances whose attributes stay encoded, numbered from [`RECORDS`] on.
     pub(super) records: Vec<Record>,
 }
 
@@ -139,7 +141,8 @@ impl NodeId {
         self.0
     }
 
-    /// A number from 0 to below [`Pickle::node_count`], for tables indexed by node.
+    /// A number from 0 to below [`Pickle::node_count`], for tables indexed by node; that of a record
+    /// is larger.
     #[must_use]
     pub fn index(self) -> usize {
         self.0.get() as usize - 1
@@ -196,10 +199,15 @@ impl<'a> Pickle<'a> {
         self.records.len()
     }
 
-    /// A node. Returns Python's `None` for a number of another pickle.
+    /// A node. Returns Python's `None` for a number of another pickle, and an object without parts
+    /// for a record.
     #[must_use]
     pub fn node(&self, id: NodeId) -> &Node<'a> {
-        self.nodes.get(id.index()).unwrap_or(&Node::None)
+        match self.nodes.get(id.index()) {
+            Some(node) => node,
+            None if id.index() >= RECORDS => &Node::Object(u32::MAX),
+            None => &Node::None,
+        }
     }
 
     /// The children of a node.

@@ -2,8 +2,8 @@
 //! read again where their values are needed.
 //!
 //! An index of half a million chunks has forty million opcodes, and nearly all of them are in three
-//! kinds of instances whose attributes are numbers, names and sizes. A record takes one node,
-//! whatever it has inside.
+//! kinds of instances whose attributes are numbers, names and sizes. A record takes eight bytes and
+//! those of a reference, whatever it has inside.
 
 use dcp_core::Dims;
 
@@ -14,15 +14,13 @@ use super::opcode as op;
 /// The most fields of a record. The classes of an index have four at most.
 const FIELDS_MAX: usize = 8;
 
-/// An instance of which only the position is kept.
+/// The bits of a record's position, which allow a pickle of 256 TiB.
+const POSITION_BITS: u32 = 48;
+
+/// An instance of which only the position after the reference to its class is kept, in the lower
+/// [`POSITION_BITS`], and the number of the class among the globals.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Record {
-    class: NodeId,
-    /// The number of the first value that the record puts into the memo.
-    memo: u32,
-    /// The position after the reference to the class.
-    at: usize,
-}
+pub(crate) struct Record(u64);
 
 /// A record that was recognized.
 pub(super) struct Found {
@@ -64,32 +62,44 @@ impl<'a> Sizes<'a> {
 }
 
 impl Record {
-    /// The class, a [`Node::Global`].
-    pub(crate) fn class(self) -> NodeId {
-        self.class
+    /// `None` where one of the two has too many bits.
+    fn new(class: u32, at: usize) -> Option<Self> {
+        let class = u64::from(u16::try_from(class).ok()?);
+        let at = u64::try_from(at).ok().filter(|at| *at < 1 << POSITION_BITS)?;
+        Some(Self(class << POSITION_BITS | at))
+    }
+
+    /// The number of the class among [`Pickle::globals`].
+    pub(crate) fn class(self) -> usize {
+        (self.0 >> POSITION_BITS) as usize
+    }
+
+    fn at(self) -> usize {
+        (self.0 & ((1 << POSITION_BITS) - 1)) as usize
     }
 }
 
 impl<'a> Pickle<'a> {
     /// The record of a node.
     pub(crate) fn record(&self, id: NodeId) -> Option<Record> {
-        match self.node(id) {
-            Node::Object(number) => {
-                self.records.get(number.checked_sub(RECORDS)? as usize).copied()
-            }
-            _ => None,
-        }
+        self.records.get(id.index().checked_sub(RECORDS)?).copied()
     }
 
-    /// Passes the fields of a record to `each`, in their order.
+    /// Passes the fields of a record to `each`, in their order, until it returns false.
     #[inline]
-    pub(crate) fn each_field(&self, record: Record, mut each: impl FnMut(NodeId, Field<'a>)) {
-        let input = self.input.get(record.at..).unwrap_or_default();
-        let mut scan = Scan { rest: input, memo: record.memo };
-        // The machine has found that it is a record.
+    pub(crate) fn each_field(
+        &self,
+        record: Record,
+        mut each: impl FnMut(NodeId, Field<'a>) -> bool,
+    ) {
+        let input = self.input.get(record.at()..).unwrap_or_default();
+        // The machine has found that it is a record, and compared its numbers with the memo's.
+        let mut scan = Scan::<'_, KNOWN> { rest: input, memo: 0 };
         if scan.begin().is_some() {
             while let Some(Some((name, field))) = scan.field(&self.memo, self, |_, _| ()) {
-                each(name, field);
+                if !each(name, field) {
+                    return;
+                }
             }
         }
     }
@@ -98,14 +108,14 @@ impl<'a> Pickle<'a> {
     /// it puts into the memo.
     pub(super) fn find_record(
         &self,
-        class: NodeId,
+        class: u32,
         at: usize,
         memo: &Memo,
         mut each_str: impl FnMut(usize, &'a str),
     ) -> Option<Found> {
         let input = self.input.get(at..)?;
         let first = u32::try_from(memo.len()).ok().filter(|_| memo.len() == memo.end())?;
-        let mut scan = Scan { rest: input, memo: first };
+        let mut scan = Scan::<'_, NEW> { rest: input, memo: first };
         scan.begin()?;
         let mut count = 0;
         while let Some((name, _)) = scan.field(memo, self, &mut each_str)? {
@@ -113,7 +123,7 @@ impl<'a> Pickle<'a> {
             count += 1;
         }
         let found = Found {
-            record: Record { class, memo: first, at },
+            record: Record::new(class, at)?,
             byte_len: input.len() - scan.rest.len(),
             memo: scan.memo as usize,
         };
@@ -145,13 +155,40 @@ fn integer(bytes: &[u8]) -> Option<(i64, &[u8])> {
 ///
 /// The opcodes that two picklers write, those of protocol 2 and of protocol 4 and later, are
 /// compared several at a time.
-struct Scan<'a> {
+///
+/// One that is known to be a record is read `KNOWN`: without comparing the numbers that it puts into
+/// the memo.
+struct Scan<'a, const IS_KNOWN: bool> {
     rest: &'a [u8],
-    /// The number of the next value that is put into the memo.
+    /// The number of the next value that is put into the memo; any for a known record.
     memo: u32,
 }
 
-impl<'a> Scan<'a> {
+/// A record that is recognized.
+const NEW: bool = false;
+/// A record that was recognized before.
+const KNOWN: bool = true;
+
+impl<'a, const IS_KNOWN: bool> Scan<'a, IS_KNOWN> {
+    /// Whether these opcodes may put values into the memo under these numbers, which follow each
+    /// other.
+    #[inline]
+    fn are_next<const N: usize>(&self, numbers: [[u8; 4]; N]) -> bool {
+        let next = |(n, number): (u32, [u8; 4])| {
+            Some(u32::from_le_bytes(number)) == self.memo.checked_add(n)
+        };
+        IS_KNOWN || (0..).zip(numbers).all(next)
+    }
+
+    /// Counts values that were put into the memo.
+    #[inline]
+    fn count(&mut self, len: u32) -> Option<()> {
+        if !IS_KNOWN {
+            self.memo = self.memo.checked_add(len)?;
+        }
+        Some(())
+    }
+
     #[inline]
     fn expect(&mut self, opcode: u8) -> Option<()> {
         let (first, rest) = self.rest.split_first()?;
@@ -171,18 +208,17 @@ impl<'a> Scan<'a> {
             }
             _ => return Some(false),
         };
-        if index != self.memo {
+        if !IS_KNOWN && index != self.memo {
             return None;
         }
         self.rest = rest;
-        self.memo = self.memo.checked_add(1)?;
+        self.count(1)?;
         Some(true)
     }
 
     #[inline]
     fn begin(&mut self) -> Option<()> {
         use op::{EMPTY_DICT, EMPTY_TUPLE, LONG_BINPUT, MARK, MEMOIZE, NEWOBJ};
-        let memo = self.memo;
         self.rest = match *self.rest {
             [EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK, ref rest @ ..] => rest,
             [
@@ -201,11 +237,7 @@ impl<'a> Scan<'a> {
                 h,
                 MARK,
                 ref rest @ ..,
-            ] if u32::from_le_bytes([a, b, c, d]) == memo
-                && Some(u32::from_le_bytes([e, f, g, h])) == memo.checked_add(1) =>
-            {
-                rest
-            }
+            ] if self.are_next([[a, b, c, d], [e, f, g, h]]) => rest,
             _ => {
                 self.expect(EMPTY_TUPLE)?;
                 self.expect(NEWOBJ)?;
@@ -215,8 +247,7 @@ impl<'a> Scan<'a> {
                 return self.expect(MARK);
             }
         };
-        self.memo = memo.checked_add(2)?;
-        Some(())
+        self.count(2)
     }
 
     /// Fetches a value from the memo, where the next opcode does.
@@ -263,9 +294,9 @@ impl<'a> Scan<'a> {
         let (len, rest) = match *self.rest {
             [op::BINGET | op::LONG_BINGET, ..] => {
                 let id = self.fetch(memo)?;
-                return match pickle.node(id) {
+                return match *pickle.node(id) {
                     Node::Str(_) | Node::Int(_) => Some(Field::Node(id)),
-                    Node::Global(_) if pickle.global_name(id) == Some(("torch", "Size")) => {
+                    Node::Global(class) if pickle.size_class == Some(class) => {
                         self.size().map(Field::Size)
                     }
                     _ => None,
@@ -335,7 +366,6 @@ impl<'a> Scan<'a> {
     #[inline]
     fn called(&mut self) -> Option<()> {
         use op::{LONG_BINPUT, MEMOIZE, REDUCE, TUPLE1};
-        let memo = self.memo;
         self.rest = match *self.rest {
             [MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE, ref rest @ ..] => rest,
             [
@@ -357,12 +387,7 @@ impl<'a> Scan<'a> {
                 k,
                 l,
                 ref rest @ ..,
-            ] if u32::from_le_bytes([a, b, c, d]) == memo
-                && Some(u32::from_le_bytes([e, f, g, h])) == memo.checked_add(1)
-                && Some(u32::from_le_bytes([i, j, k, l])) == memo.checked_add(2) =>
-            {
-                rest
-            }
+            ] if self.are_next([[a, b, c, d], [e, f, g, h], [i, j, k, l]]) => rest,
             _ => {
                 self.put()?;
                 self.expect(TUPLE1)?;
@@ -371,7 +396,6 @@ impl<'a> Scan<'a> {
                 return self.put().map(drop);
             }
         };
-        self.memo = memo.checked_add(3)?;
-        Some(())
+        self.count(3)
     }
 }

@@ -72,6 +72,7 @@ impl<'a> Machine<'a> {
                 protocol: 0,
                 input: &[],
                 memo: Memo::default(),
+                size_class: None,
                 records: Vec::new(),
             },
             constants: Constants {
@@ -125,7 +126,8 @@ impl<'a> Machine<'a> {
     }
 
     pub(super) fn add(&mut self, node: Node<'a>) -> Result<NodeId, FormatError> {
-        let id = NodeId::from_index(self.out.nodes.len());
+        let index = Some(self.out.nodes.len()).filter(|index| *index < RECORDS);
+        let id = index.and_then(NodeId::from_index);
         self.out.nodes.push(node);
         id.ok_or_else(|| self.cursor.bad("it makes too many objects"))
     }
@@ -359,7 +361,7 @@ impl<'a> Machine<'a> {
             return Ok(());
         }
         let mut texts = Vec::new();
-        let found = self.out.find_record(class, self.cursor.position(), &self.memo, |at, text| {
+        let found = self.out.find_record(number, self.cursor.position(), &self.memo, |at, text| {
             texts.push((at, text));
         });
         let Some(found) = found else { return Ok(()) };
@@ -370,10 +372,10 @@ impl<'a> Machine<'a> {
             self.memo.set(at, id);
         }
         self.memo.skip_to(found.memo);
-        let number = u32::try_from(self.out.records.len()).ok().filter(|number| *number < RECORDS);
-        let number = number.ok_or_else(|| self.cursor.bad("it makes too many objects"))?;
+        let id = NodeId::from_index(RECORDS + self.out.records.len());
+        self.stack.push(id.ok_or_else(|| self.cursor.bad("it makes too many objects"))?);
         self.out.records.push(found.record);
-        self.push(Node::Object(RECORDS | number))
+        Ok(())
     }
 
     pub(super) fn global(
@@ -402,6 +404,9 @@ impl<'a> Machine<'a> {
         let id = self.add(Node::Global(number))?;
         if let Some(is_record) = self.is_record {
             self.record_classes.push(is_record(&global.module, &global.name));
+        }
+        if (&*global.module, &*global.name) == ("torch", "Size") {
+            self.out.size_class = Some(number);
         }
         self.out.globals.push(global.clone());
         self.by_name.insert(global, id);

@@ -7,6 +7,7 @@ mod crash;
 mod damage;
 mod fixtures;
 mod hostile;
+mod keys;
 mod limits;
 mod olmo;
 mod ranges;

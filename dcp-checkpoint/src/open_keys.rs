@@ -1,0 +1,31 @@
+//! Checkpoints of which some keys are needed.
+
+use dcp_core::format::WantedKeys;
+
+use crate::checkpoint::Checkpoint;
+use crate::error::Error;
+use crate::opener::Opener;
+
+impl Opener {
+    /// Opens a checkpoint as [`open`](Self::open) does, to inspect or get these keys. A format may
+    /// leave out other tensors: it then opens a large checkpoint in less time and memory. Where no
+    /// key is accepted, all are there, so that errors can name them. Jobs that need the whole
+    /// checkpoint open it again.
+    ///
+    /// ```no_run
+    /// # async fn example(opener: dcp_checkpoint::Opener) -> Result<(), dcp_checkpoint::Error> {
+    /// use dcp_core::format::WantedKeys;
+    ///
+    /// let checkpoint = opener.open_keys("run/step1000", WantedKeys::one("model.norm")).await?;
+    /// let norm = checkpoint.get("model.norm").run().await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`open`](Self::open).
+    pub async fn open_keys(&self, uri: &str, keys: WantedKeys) -> Result<Checkpoint, Error> {
+        self.for_keys(Some(keys)).open(uri).await
+    }
+}

@@ -78,6 +78,12 @@ def save(folder):
         dcp.save(state_of(model, optimizer, flat), checkpoint_id=os.path.join(folder, name))
     raw = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.save(raw, checkpoint_id=os.path.join(folder, "raw"))
+    with open(os.path.join(folder, "model.json"), "w") as file:
+        json.dump(describe(model, optimizer), file)
+
+
+def describe(model, optimizer):
+    """The names of the model, and the groups of the optimizer, by numbers of parameters."""
     ids = {param: number for number, param in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     params = dict(model.named_parameters(remove_duplicate=False))
     entries = []
@@ -85,8 +91,7 @@ def save(folder):
         param = params.get(name)
         entries.append({"name": name, "id": None if param is None else ids[param], "frozen": param is not None and not param.requires_grad})
     groups = [[ids[param] for param in group["params"]] for group in optimizer.param_groups]
-    with open(os.path.join(folder, "model.json"), "w") as file:
-        json.dump({"entries": entries, "groups": groups}, file)
+    return {"entries": entries, "groups": groups}
 
 
 def flat_leaves(value, path=()):

@@ -100,6 +100,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
     run.torch_save()?;
     if torch == venv::NEWEST {
         run.rust_to_torch("rust_compressed", COMPRESSED_SAVES)?;
+        run.compressed_by_command()?;
         run.meshes()?;
         run.state_dicts()?;
         run.parts()?;
@@ -161,12 +162,32 @@ impl Run<'_> {
             names.push((*name, salt));
         }
         let names: Vec<_> = names.iter().map(|(name, salt)| format!("{name}={salt}")).collect();
-        for ranks in ["1", "2", "4"] {
-            println!("Rust → torch on {ranks} ranks");
-            let mut load = self.script("interop_load.py");
-            run(load.arg("state").arg(&state).arg(&saved).arg(ranks).args(&names))?;
+        ["1", "2", "4"].into_iter().try_for_each(|ranks| self.torch_loads(&saved, ranks, &names))
+    }
+
+    /// PyTorch loads the checkpoints `NAME=SALT` in a folder.
+    fn torch_loads(&self, saved: &Path, ranks: &str, names: &[String]) -> Result {
+        println!("Rust → torch on {ranks} ranks");
+        let mut load = self.script("interop_load.py");
+        run(load.arg("state").arg(self.folder.join("state.json")).arg(saved).arg(ranks).args(names))
+    }
+
+    /// What the command compresses, PyTorch loads.
+    fn compressed_by_command(&self) -> Result {
+        let (from, saved) =
+            (self.folder.join("rust/three"), self.folder.join("command_compressed"));
+        std::fs::create_dir(&saved)?;
+        println!("dcp reshard --compress, dcp convert --compress → torch");
+        let mut names = Vec::new();
+        for (name, arguments) in [
+            ("resharded", &["reshard", "--ranks", "2", "--compress", "zstd"][..]),
+            ("converted", &["convert", "--to", "dcp", "--compress", "zstd:19"]),
+        ] {
+            let to = saved.join(name);
+            run(self.dcp().args(arguments).arg("--quiet").arg(&from).arg(to))?;
+            names.push(format!("{name}=0"));
         }
-        Ok(())
+        self.torch_loads(&saved, "2", &names)
     }
 
     /// Folders of transformers and of PyTorch's Hugging Face storage, converted by the command and
@@ -227,7 +248,12 @@ impl Run<'_> {
         println!("get_state_dict of torch → Rust on 2 ranks → set_state_dict of torch");
         run(self.script("interop_state_dict.py").arg("save").arg(&folder))?;
         self.rust(2, |rust| rust.arg("state-dict").arg(&folder))?;
-        run(self.script("interop_state_dict.py").arg("check").arg(&folder))
+        run(self.script("interop_state_dict.py").arg("check").arg(&folder))?;
+        let folder = self.folder.join("state_ranks");
+        std::fs::create_dir(&folder)?;
+        println!("what 3 ranks hold of state dicts of torch, gathered, offloaded and broadcast");
+        run(self.script("interop_state_ranks.py").arg(&folder).arg("3"))?;
+        self.rust(3, |rust| rust.arg("state-ranks").arg(&folder))
     }
 
     /// A model and its AdamW that a framework trained go on in PyTorch, and the reverse.

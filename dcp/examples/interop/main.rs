@@ -14,6 +14,7 @@
 //! - `olmo FROM TO nested|flat` loads a checkpoint of OLMo-core and saves it in that layout.
 //! - `megatron ...` opens, loads and saves checkpoints of Megatron-Core.
 //! - `state-dict FOLDER` makes the state dicts of a model and an optimizer and compares them.
+//! - `state-ranks FOLDER` compares what each rank holds of them, gathered, offloaded and broadcast.
 //! - `hugging-face FROM TO` loads a model into shards and saves them and the whole tensors.
 //! - `mesh FILE` compares the shards of layouts with those of DTensor.
 //! - `resave FOLDER NAME...` reads each `NAME.pt` of `torch.save` and writes it in every form.
@@ -28,6 +29,8 @@ mod mesh;
 mod olmo;
 #[cfg(feature = "state")]
 mod state_dict;
+#[cfg(feature = "state")]
+mod state_ranks;
 mod torch_save;
 
 use std::error::Error;
@@ -78,6 +81,8 @@ fn main() -> Result {
             ["olmo", from, to, layout] => olmo::resave(from, to, layout, &group).await,
             #[cfg(feature = "state")]
             ["state-dict", folder] => state_dict::run(folder, &group).await,
+            #[cfg(feature = "state")]
+            ["state-ranks", folder] => state_ranks::run(folder, &group).await,
             #[cfg(feature = "megatron")]
             ["megatron", ref args @ ..] => megatron::run(args, &group).await,
             ["hugging-face", from, to] => hugging_face::resave(from, to, &group).await,

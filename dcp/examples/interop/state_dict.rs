@@ -22,9 +22,11 @@ use crate::{Result, layout, storage};
 /// Compares the state dicts of PyTorch's model with those of ours, saves ours, and loads PyTorch's.
 pub(crate) async fn run(folder: &str, group: &Arc<dyn Collective>) -> Result {
     let path = |name: &str| format!("{folder}/{name}");
-    let raw = stored(&path("raw"), Some(group)).await?;
+    let raw = stored(&path("raw"), Some((group, &|_| true))).await?;
     let described: Json = serde_json::from_slice(&std::fs::read(path("model.json"))?)?;
-    let mut module = Module { entries: entries(&described, &raw)? };
+    // `DistributedDataParallel(torch.compile(Net()))`.
+    let hidden = vec![HiddenModule::data_parallel("")];
+    let mut module = Module::new(&described, &raw, hidden)?;
     let mut adam = Adam::new(&described, &raw)?;
     for (name, is_flat) in [("nested", false), ("flat", true)] {
         let options = StateDictOptions::new().flatten_optimizer_state_dict(is_flat);
@@ -47,7 +49,8 @@ pub(crate) async fn run(folder: &str, group: &Arc<dyn Collective>) -> Result {
     Ok(())
 }
 
-async fn whole_state(
+/// The state dicts of both, as a checkpoint has them.
+pub(crate) async fn whole_state(
     module: &Module,
     adam: &mut Adam,
     options: &StateDictOptions,
@@ -56,8 +59,11 @@ async fn whole_state(
     Ok(StateDict::from([("model", model), ("optimizer", optimizer)]))
 }
 
-/// All of a checkpoint: whole, or the shards of a rank.
-async fn stored(checkpoint: &str, group: Option<&Arc<dyn Collective>>) -> Result<StateDict> {
+/// The ranks that load a checkpoint, and whether they shard a tensor of this number of chunks.
+pub(crate) type Sharding<'a> = (&'a Arc<dyn Collective>, &'a (dyn Fn(usize) -> bool + Sync));
+
+/// All of a checkpoint: whole, or with the shards of a rank.
+pub(crate) async fn stored(checkpoint: &str, group: Option<Sharding<'_>>) -> Result<StateDict> {
     if !Path::new(checkpoint).exists() {
         return Err(format!("there is no {checkpoint}").into());
     }
@@ -65,7 +71,9 @@ async fn stored(checkpoint: &str, group: Option<&Arc<dyn Collective>>) -> Result
     let mut state = StateDict::new();
     for (_, entry) in reader.metadata().await?.iter() {
         let value = match (entry, group) {
-            (Entry::Tensor(tensor), Some(group)) if !tensor.shape.is_empty() => {
+            (Entry::Tensor(tensor), Some((group, is_sharded)))
+                if !tensor.shape.is_empty() && is_sharded(tensor.chunks.len()) =>
+            {
                 let (rank, world) = (group.rank(), group.world_size());
                 let regions = layout::by_name("shard0", &tensor.shape, rank, world)?;
                 let (dtype, shape) = (tensor.dtype, tensor.shape.clone());
@@ -77,14 +85,15 @@ async fn stored(checkpoint: &str, group: Option<&Arc<dyn Collective>>) -> Result
         set_at_path(&mut state, entry.path().ok_or("an entry without a path")?, value)?;
     }
     let mut checkpointer = Checkpointer::new();
-    if let Some(group) = group {
+    if let Some((group, _)) = group {
         checkpointer = checkpointer.group(Arc::clone(group));
     }
     checkpointer.load(&mut state, checkpoint).mode(LoadMode::Exact).await?;
     Ok(state)
 }
 
-fn compare(ours: &StateDict, theirs: &StateDict) -> Result {
+/// Fails unless both have the same keys and values.
+pub(crate) fn compare(ours: &StateDict, theirs: &StateDict) -> Result {
     let leaves = |state| -> Result<BTreeMap<_, _>> {
         let leaves = flatten(state, FlattenRule::Torch24)?.into_iter();
         Ok(leaves.map(|leaf| ((leaf.fqn, leaf.path), leaf.value.clone())).collect())
@@ -138,20 +147,29 @@ fn entries(described: &Json, raw: &StateDict) -> Result<Vec<ModelEntry>> {
     list(described, "entries")?.iter().map(entry).collect()
 }
 
-/// `DistributedDataParallel(torch.compile(Net()))`.
-struct Module {
+/// The model that the script describes.
+pub(crate) struct Module {
     entries: Vec<ModelEntry>,
+    hidden: Vec<HiddenModule>,
 }
 
 impl Module {
-    fn zeroed(&self) -> Result<Self> {
+    pub(crate) fn new(
+        described: &Json,
+        raw: &StateDict,
+        hidden: Vec<HiddenModule>,
+    ) -> Result<Self> {
+        Ok(Self { entries: entries(described, raw)?, hidden })
+    }
+
+    pub(crate) fn zeroed(&self) -> Result<Self> {
         let mut entries = self.entries.clone();
         for entry in &mut entries {
             if let Value::Tensor(tensor) = &entry.value {
                 entry.value = zeros_like(tensor)?.into();
             }
         }
-        Ok(Self { entries })
+        Ok(Self { entries, hidden: self.hidden.clone() })
     }
 }
 
@@ -161,7 +179,7 @@ impl Model for Module {
     }
 
     fn hidden_modules(&self) -> Vec<HiddenModule> {
-        vec![HiddenModule::data_parallel("")]
+        self.hidden.clone()
     }
 
     fn load(&mut self, loaded: Vec<(String, Value)>) -> std::result::Result<(), CheckpointError> {
@@ -175,7 +193,7 @@ impl Model for Module {
 }
 
 #[derive(Clone)]
-struct Adam {
+pub(crate) struct Adam {
     groups: Vec<ParamGroup>,
     state: BTreeMap<ParamId, Dict>,
     /// The states that a first step creates.
@@ -183,7 +201,7 @@ struct Adam {
 }
 
 impl Adam {
-    fn new(described: &Json, raw: &StateDict) -> Result<Self> {
+    pub(crate) fn new(described: &Json, raw: &StateDict) -> Result<Self> {
         let raw = dict(raw, "optimizer")?;
         let Some(Value::List(options)) = raw.get("param_groups") else {
             return Err("no list of groups".into());
@@ -207,7 +225,7 @@ impl Adam {
     }
 
     /// The optimizer before its first step, with other options.
-    fn untrained(&self) -> Result<Self> {
+    pub(crate) fn untrained(&self) -> Result<Self> {
         let mut fresh = self.clone();
         fresh.initial = std::mem::take(&mut fresh.state);
         for state in fresh.initial.values_mut() {

@@ -119,9 +119,20 @@ impl JobGroup {
         contiguous_share(byte_lens, self.rank, self.world_size)
     }
 
-    /// Says that rank 0 may from now on commit what this rank wrote.
-    pub fn hand_over(&self) {
+    /// After rank 0 has gathered what all ranks wrote: lets it commit that. A rank that fails before, or
+    /// in here without [`has_handed_over`](Self::has_handed_over), removes what it wrote, because rank 0
+    /// then commits nothing. After that only rank 0 does.
+    ///
+    /// Rank 0 first says that it has everything, so what it removes when the others fail was written
+    /// before; then all agree.
+    ///
+    /// # Errors
+    ///
+    /// When a rank failed or was lost.
+    pub async fn hand_over(&self) -> Result<(), CheckpointError> {
+        self.broadcast(Bytes::new()).await?;
         self.handle.0.handed_over.store(true, Ordering::Relaxed);
+        self.gather(Bytes::new()).await.map(drop)
     }
 
     /// Whether rank 0 may have committed what this rank wrote, so that only rank 0 may remove it.

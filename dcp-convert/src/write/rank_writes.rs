@@ -12,7 +12,7 @@ use dcp_formats::Stop;
 use crate::error::ConvertError;
 use crate::integrity::checked_source::{CheckedSource, Verified};
 use crate::job::JobOptions;
-use crate::write::on_ranks::{gather_reports, share_plans, was_not_exchanged};
+use crate::write::on_ranks::{gather_reports, share_plans};
 
 /// Bytes of memory per rank besides its segments: the upload part that the format fills, and the
 /// one in flight.
@@ -75,13 +75,13 @@ pub(crate) async fn write(
     let written = async { Ok((stop.run(of_ranks, at_once).await?, source.finish().await?)) };
     let (reports, verified) = written.await.map_err(|error| NotWritten { error, abandon: true })?;
     let Some(group) = &options.group else { return Ok((reports, verified)) };
-    group.hand_over();
-    match gather_reports(group, &reports).await {
-        Ok(all) => Ok((all.unwrap_or_default(), verified)),
-        Err(error) => {
-            let abandon = options.is_coordinator() || was_not_exchanged(&error);
-            Err(NotWritten { error, abandon })
-        }
+    let handed_over = async {
+        let all = gather_reports(group, &reports).await?;
+        group.hand_over().await.map(|()| all.unwrap_or_default())
+    };
+    match handed_over.await {
+        Ok(all) => Ok((all, verified)),
+        Err(error) => Err(NotWritten { error, abandon: !group.has_handed_over() }),
     }
 }
 

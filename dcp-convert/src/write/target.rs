@@ -225,8 +225,11 @@ impl UnpublishedFolder<'_> {
 
     async fn publish_verified(mut self, _: Verified) -> Result<HfWritten, CheckpointError> {
         let Some(group) = self.group.clone() else { return self.pending.publish().await };
-        group.hand_over();
-        match gather_files(&group, self.pending.files()).await {
+        let handed_over = async {
+            let all = gather_files(&group, self.pending.files()).await?;
+            group.hand_over().await.map(|()| all)
+        };
+        match handed_over.await {
             Ok(Some(all)) => {
                 let own: Vec<_> = self.pending.files().iter().map(|(key, _)| key.clone()).collect();
                 self.pending.add(all.into_iter().filter(|(key, _)| !own.contains(key)));
@@ -234,7 +237,7 @@ impl UnpublishedFolder<'_> {
             }
             Ok(None) => Ok(HfWritten::default()),
             Err(error) => {
-                if group.is_coordinator() || was_not_exchanged(&error) {
+                if !group.has_handed_over() {
                     self.abort().await;
                 }
                 Err(error)

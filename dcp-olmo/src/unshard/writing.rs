@@ -74,10 +74,11 @@ impl Writing<'_> {
             written.push(self.file(file.clone()).await?);
         }
         if let Some(group) = self.group {
+            let of_all = gather(group, &written).await?;
             if is_last && self.is_final {
-                group.hand_over();
+                group.hand_over().await?;
             }
-            match gather(group, &written).await? {
+            match of_all {
                 Some(of_all) => written = of_all,
                 None => return Ok(()),
             }

@@ -100,13 +100,20 @@ pub enum LeafKind {
 /// The items that one rank offers to write, over a table of keys.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SavePlan {
+    pub(crate) outline: Arc<PlanOutline>,
+    /// Offsets and sizes of chunks, and sizes of objects in bytes, which items refer to.
+    pub(crate) values: Arc<Vec<u64>>,
+    pub(crate) unoffered: Arc<Vec<Unoffered>>,
+}
+
+/// The part of a [`SavePlan`] that ranks with the same names and other regions share.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct PlanOutline {
     pub(crate) keys: Arc<Vec<PlanKey>>,
     /// The key of each item.
     pub(crate) item_keys: Vec<u32>,
-    /// For a tensor, the index of its first offset in `geometry`; for an object, its size in bytes.
-    pub(crate) item_data: Vec<u64>,
-    pub(crate) geometry: Vec<u64>,
-    pub(crate) unoffered: Vec<Unoffered>,
+    /// For a tensor, the index of its first offset in the values; for an object, that of its size.
+    pub(crate) item_values: Vec<u64>,
 }
 
 /// Something that a rank holds and its [`SavePlan`] does not offer, mostly because another rank
@@ -174,7 +181,7 @@ impl SavePlan {
 
     /// Adds a key for subsequent items, and returns its position.
     pub fn push_key(&mut self, key: PlanKey) -> usize {
-        let keys = Arc::make_mut(&mut self.keys);
+        let keys = Arc::make_mut(&mut Arc::make_mut(&mut self.outline).keys);
         keys.push(key);
         keys.len() - 1
     }
@@ -186,7 +193,7 @@ impl SavePlan {
     /// When the key is not a tensor, the region has another number of axes, or a table is full.
     pub fn push_chunk(&mut self, key_index: usize, region: &Region) -> Result<(), PlanError> {
         let fqn = || self.name_of(key_index);
-        let spec = self.keys.get(key_index).and_then(|key| key.tensor.as_ref());
+        let spec = self.keys().get(key_index).and_then(|key| key.tensor.as_ref());
         let spec = spec.ok_or_else(|| PlanError::NotATensor { fqn: fqn() })?;
         let (expected, found) = (spec.shape.ndim(), region.ndim());
         if expected != found {
@@ -196,10 +203,10 @@ impl SavePlan {
             what: "the number of keys".into(),
             limit: u32::MAX.into(),
         })?;
-        self.item_keys.push(key);
-        self.item_data.push(self.geometry.len() as u64);
-        self.geometry.extend_from_slice(region.offsets());
-        self.geometry.extend_from_slice(region.sizes());
+        self.push_item(key);
+        let values = Arc::make_mut(&mut self.values);
+        values.extend_from_slice(region.offsets());
+        values.extend_from_slice(region.sizes());
         Ok(())
     }
 
@@ -209,33 +216,40 @@ impl SavePlan {
     ///
     /// When the key is a tensor or the table is full.
     pub fn push_object(&mut self, key_index: usize, byte_len: u64) -> Result<(), PlanError> {
-        let is_object = self.keys.get(key_index).is_some_and(|key| key.tensor.is_none());
+        let is_object = self.keys().get(key_index).is_some_and(|key| key.tensor.is_none());
         match u32::try_from(key_index) {
             Ok(key) if is_object => {
-                self.item_keys.push(key);
-                self.item_data.push(byte_len);
+                self.push_item(key);
+                Arc::make_mut(&mut self.values).push(byte_len);
                 Ok(())
             }
             _ => Err(PlanError::NotAnObject { fqn: self.name_of(key_index) }),
         }
     }
 
+    /// Adds an item whose values are pushed next.
+    fn push_item(&mut self, key: u32) {
+        let outline = Arc::make_mut(&mut self.outline);
+        outline.item_keys.push(key);
+        outline.item_values.push(self.values.len() as u64);
+    }
+
     fn name_of(&self, key_index: usize) -> String {
-        let key = self.keys.get(key_index);
+        let key = self.keys().get(key_index);
         key.map_or_else(|| format!("key {key_index}"), |key| key.fqn.to_string())
     }
 
     /// The keys.
     #[must_use]
     pub fn keys(&self) -> &[PlanKey] {
-        &self.keys
+        &self.outline.keys
     }
 
     /// Whether both plans have one table of keys, as those of ranks with the same keys do after
     /// [`from_wires`](Self::from_wires). False does not mean that the keys differ.
     #[must_use]
     pub fn shares_keys_with(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.keys, &other.keys)
+        Arc::ptr_eq(&self.outline.keys, &other.outline.keys)
     }
 
     /// What the rank holds and the plan does not offer, known after the comparison with the state.
@@ -247,27 +261,28 @@ impl SavePlan {
     /// The number of items.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.item_keys.len()
+        self.outline.item_keys.len()
     }
 
     /// Whether there are no items.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.item_keys.is_empty()
+        self.outline.item_keys.is_empty()
     }
 
     /// The item at `index`.
     #[must_use]
     pub fn item(&self, index: usize) -> Option<WriteItem<'_>> {
-        let key_index = *self.item_keys.get(index)? as usize;
-        let key = self.keys.get(key_index)?;
-        let data = *self.item_data.get(index)?;
+        let PlanOutline { keys, item_keys, item_values } = &*self.outline;
+        let key_index = *item_keys.get(index)? as usize;
+        let key = keys.get(key_index)?;
+        let start = usize::try_from(*item_values.get(index)?).ok()?;
         let Some(spec) = &key.tensor else {
-            return Some(WriteItem { key_index, key, offsets: &[], sizes: &[], byte_len: data });
+            let byte_len = *self.values.get(start)?;
+            return Some(WriteItem { key_index, key, offsets: &[], sizes: &[], byte_len });
         };
         let ndim = spec.shape.ndim();
-        let start = usize::try_from(data).ok()?;
-        let row = self.geometry.get(start..start.checked_add(2 * ndim)?)?;
+        let row = self.values.get(start..start.checked_add(2 * ndim)?)?;
         let (offsets, sizes) = row.split_at(ndim);
         let volume = crate::dims::checked_volume(sizes)?;
         let byte_len = volume.checked_mul(spec.dtype.size() as u64)?;

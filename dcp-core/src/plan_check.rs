@@ -7,6 +7,7 @@
 mod coverage;
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use crate::error::PlanError;
 use crate::metadata::Entry;
@@ -23,7 +24,7 @@ impl SavePlan {
     /// [`PlanError::Untrue`] with the name and `planner` for the first item that differs.
     pub fn check_against(&mut self, state: &StateIndex, planner: &str) -> Result<(), PlanError> {
         self.is_true_to(state, planner)?;
-        self.unoffered = coverage::unoffered(self, state);
+        self.unoffered = Arc::new(coverage::unoffered(self, state));
         Ok(())
     }
 

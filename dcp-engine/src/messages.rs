@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use dcp_cast::CastCounts;
 use dcp_core::checkpoint::WriteReport;
-use dcp_core::wire::{MessageReader, MessageWriter};
+use dcp_core::wire::{MessageReader, MessageWriter, PlanRequest, PlanSummary};
 use dcp_core::{PlanError, Rank};
 
 use crate::packed::{self, Packed, packed};
@@ -15,7 +15,7 @@ use crate::summary::{FileTime, WriteTimes};
 pub(crate) struct Offer {
     /// Which save of its saver this is.
     pub(crate) sequence: u64,
-    pub(crate) fingerprint: (u64, u64),
+    pub(crate) summary: PlanSummary,
     pub(crate) remembers: Option<u64>,
 }
 
@@ -24,8 +24,8 @@ pub(crate) struct Offer {
 pub(crate) enum Decision {
     /// Every rank repeats its last write plan, under the names of this generation.
     Repeat { generation: u64 },
-    /// Every rank sends its plan, which becomes a part of this one.
-    Plan { plan_id: u64 },
+    /// Every rank sends what is requested of its plan, which becomes a part of this one.
+    Plan { plan_id: u64, request: PlanRequest },
 }
 
 #[derive(Debug, PartialEq)]
@@ -63,44 +63,46 @@ impl RankReport {
 packed!(Offer Decision Totals RankReport);
 
 impl Packed for Offer {
-    const MAGIC: [u8; 4] = *b"dof1";
+    const MAGIC: [u8; 4] = *b"dof2";
 
     fn pack(&self, out: &mut MessageWriter) {
         out.number(self.sequence);
-        out.bytes(&self.fingerprint.0.to_le_bytes());
-        out.bytes(&self.fingerprint.1.to_le_bytes());
+        out.bytes(&self.summary.fingerprint.to_le_bytes());
+        out.bytes(&self.summary.outline.to_le_bytes());
         out.bytes(self.remembers.map(u64::to_le_bytes).as_ref().map_or(&[], |id| id));
     }
 
     fn unpack(input: &mut MessageReader<'_>) -> Result<Self, PlanError> {
         let sequence = input.number()?;
-        let mut half = || packed::array(input).map(u64::from_le_bytes);
-        let fingerprint = (half()?, half()?);
+        let fingerprint = u128::from_le_bytes(packed::array(input)?);
+        let outline = u64::from_le_bytes(packed::array(input)?);
         let remembers = match input.clone().bytes()? {
             [] => input.bytes().map(|_| None)?,
             _ => Some(u64::from_le_bytes(packed::array(input)?)),
         };
-        Ok(Self { sequence, fingerprint, remembers })
+        let summary = PlanSummary { fingerprint, outline };
+        Ok(Self { sequence, summary, remembers })
     }
 }
 
 impl Packed for Decision {
-    const MAGIC: [u8; 4] = *b"dde1";
+    const MAGIC: [u8; 4] = *b"dde2";
 
     fn pack(&self, out: &mut MessageWriter) {
-        let (repeats, number) = match self {
-            Self::Repeat { generation } => (1, *generation),
-            Self::Plan { plan_id } => (0, *plan_id),
-        };
-        out.number(repeats);
-        out.number(number);
+        match self {
+            Self::Repeat { generation } => out.numbers(&[1, *generation]),
+            Self::Plan { plan_id, request } => {
+                out.numbers(&[0, *plan_id]);
+                request.write_to(out);
+            }
+        }
     }
 
     fn unpack(input: &mut MessageReader<'_>) -> Result<Self, PlanError> {
         let (repeats, number) = (packed::flag(input)?, input.number()?);
         Ok(match repeats {
             true => Self::Repeat { generation: number },
-            false => Self::Plan { plan_id: number },
+            false => Self::Plan { plan_id: number, request: PlanRequest::read_from(input)? },
         })
     }
 }
@@ -225,10 +227,12 @@ mod tests {
             (cast, slowest_file, duration) in (cast(), times(), any::<Duration>()),
         ) {
             let [sequence, high, low, entries, bytes_written, files] = numbers;
-            let offer = Offer { sequence, fingerprint: (high, low), remembers };
-            prop_assert!(sent(&offer) <= 46);
+            let summary = PlanSummary { fingerprint: u128::from(high) << 64 | 5, outline: low };
+            let offer = Offer { sequence, summary, remembers };
+            prop_assert!(sent(&offer) <= 53);
             sent(&Decision::Repeat { generation: high });
-            sent(&Decision::Plan { plan_id: low });
+            let request = PlanRequest::of(&[summary, summary]);
+            sent(&Decision::Plan { plan_id: low, request });
             let write_times = WriteTimes {
                 slowest_rank: 7,
                 slowest: duration,

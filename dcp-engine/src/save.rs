@@ -14,6 +14,7 @@ use dcp_core::error::{Phase, Standing};
 use dcp_core::plan::{SavePlan, WritePlan};
 use dcp_core::planner::SavePlanner;
 use dcp_core::save_run::RankWrite;
+use dcp_core::wire::PlanParts;
 use dcp_core::{CheckpointError, Collective, PlanError, Rank, StateDict, StorageWriter, Value};
 use dcp_planner::{DefaultSavePlanner, FlattenRule, flatten, index_of};
 use tracing::Instrument;
@@ -55,7 +56,7 @@ pub struct Saver {
 #[derive(Debug)]
 struct Prepared {
     plan: SavePlan,
-    fingerprint: u128,
+    parts: PlanParts,
     source: Arc<StateSource>,
 }
 
@@ -356,7 +357,7 @@ impl Saver {
         plan.check_against(&index, &self.planner_name())?;
         let staging = self.staging_bytes;
         let source = Arc::new(StateSource::new(&plan, &leaves, staging, observers.clone())?);
-        Ok(Prepared { fingerprint: plan.fingerprint(), plan, source })
+        Ok(Prepared { parts: plan.to_parts(), plan, source })
     }
 
     /// Agrees on the items that each rank writes, and their places.
@@ -366,16 +367,17 @@ impl Saver {
         prepared: Result<Prepared, CheckpointError>,
         writer: &'a dyn StorageWriter,
     ) -> Result<Planned<'a>, CheckpointError> {
-        let remembered =
-            prepared.as_ref().ok().and_then(|mine| self.memory.as_ref()?.recall(mine.fingerprint));
+        let remembered = prepared
+            .as_ref()
+            .ok()
+            .and_then(|mine| self.memory.as_ref()?.recall(mine.parts.summary().fingerprint));
         // A rank that has nothing to offer was at this save all the same.
         let sequence = self.begun.fetch_add(1, Ordering::Relaxed);
         let (offer, prepared) = match prepared {
             Err(error) => (Err(error), None),
             Ok(mine) => {
-                let fingerprint = ((mine.fingerprint >> 64) as u64, mine.fingerprint as u64);
                 let remembers = remembered.as_ref().map(|last| last.plan_id);
-                (Ok(Offer { sequence, fingerprint, remembers }), Some(mine))
+                (Ok(Offer { sequence, summary: mine.parts.summary(), remembers }), Some(mine))
             }
         };
         let opened = match group.gather_results(Phase::Plan, offer).await? {
@@ -386,7 +388,7 @@ impl Saver {
         let (decision, lead) = group.broadcast_result(Phase::Plan, opened).await?;
         let prepared = prepared.ok_or_else(no_plan)?;
 
-        let plan_id = match decision {
+        let (plan_id, request) = match decision {
             Decision::Repeat { generation } => {
                 let mut plan = WritePlan::clone(&*remembered.ok_or_else(no_plan)?.plan);
                 for file in &mut plan.files {
@@ -395,15 +397,16 @@ impl Saver {
                 let plan = Arc::new(plan);
                 return Ok(Planned { prepared, plan, lead, reused: true });
             }
-            Decision::Plan { plan_id } => plan_id,
+            Decision::Plan { plan_id, request } => (plan_id, request),
         };
-        let plans = group.gather(Phase::Plan, prepared.plan.to_wire()).await?;
+        let answer = request.answer(group.context().rank, &prepared.parts);
+        let plans = group.gather(Phase::Plan, answer).await?;
         let placed = lead.zip(plans).map(|(lead, plans)| self.place(lead, &plans));
         let (mine, lead) = group.scatter(Phase::Plan, placed).await?;
         let plan = Arc::new(WritePlan::from_wire(&mine)?);
         if let Some(memory) = &self.memory {
             memory.keep(Remembered {
-                fingerprint: prepared.fingerprint,
+                fingerprint: prepared.parts.summary().fingerprint,
                 plan_id,
                 plan: Arc::clone(&plan),
             });

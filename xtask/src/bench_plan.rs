@@ -18,6 +18,10 @@ const LAYOUTS: [&str; 4] = ["rows", "grid", "replicas", "replicated"];
 const SIZES: [(u32, u32); 3] = [(1024, 500), (4096, 250), (4096, 1000)];
 /// Ranks and tensors of saves that are planned in a grid alone: so many ranks have no rows each.
 const LARGEST: [(u32, u32); 2] = [(16384, 250), (16384, 1000)];
+/// Layouts, ranks and tensors of first saves whose messages are measured.
+const SENT_LAYOUTS: [&str; 5] = ["replicated", "replicas", "grid", "mixed", "irregular"];
+const SENT_RANKS: [u32; 3] = [1024, 4096, 16384];
+const SENT_KEYS: u32 = 1000;
 /// Ranks and tensors of the saves whose index is measured.
 const INDEX_SIZES: [(u32, u32); 2] = [(1024, 500), (4096, 1000)];
 /// What is measured of an index.
@@ -31,12 +35,15 @@ const LOSS_MAX: u64 = 20;
 /// Ranks and tensors of the counted saves: as many items, on few ranks and on many.
 const COUNTED: [(u32, u32); 2] = [(256, 100), (1024, 25)];
 
-/// Prints seconds and peak memory of large saves, as a table and as a line of JSON.
+/// Prints seconds and peak memory of large saves, as a table and as a line of JSON; with `bytes` the
+/// bytes of their plans, which are exact on any machine.
 pub(crate) fn main(args: &[&str]) -> Result {
-    if let [unknown, ..] = args {
-        return Err(format!("unknown argument {unknown}").into());
-    }
     let program = build()?;
+    match args {
+        [] => {}
+        ["bytes"] => return print_bytes(&program),
+        [unknown, ..] => return Err(format!("unknown argument {unknown}").into()),
+    }
     let scratch = Scratch::new(&workspace::target()?, "dcp-bench-plan", false)?;
     let file = scratch.path().join("file");
     let mut rows = Vec::new();
@@ -71,6 +78,26 @@ pub(crate) fn main(args: &[&str]) -> Result {
         })
     });
     println!("\n{}", Value::Array(json.collect()));
+    Ok(())
+}
+
+/// Prints the bytes of plans that the coordinator of a first save receives and sends, as a table.
+fn print_bytes(program: &Path) -> Result {
+    println!(
+        "| plans of {SENT_KEYS} tensors | ranks | whole | received | most of a rank but 0 | request | places |"
+    );
+    println!("|---|---:|---:|---:|---:|---:|---:|");
+    for layout in SENT_LAYOUTS {
+        for ranks in SENT_RANKS {
+            let (ranks_arg, keys) = (ranks.to_string(), SENT_KEYS.to_string());
+            let found = output(Command::new(program).args(["bytes", layout, &ranks_arg, &keys]))?;
+            let found: Value = serde_json::from_str(&found)?;
+            let columns = ["whole", "received", "most", "request", "places"].map(|name| {
+                found.get(name).and_then(Value::as_u64).map_or("?".into(), |n| n.to_string())
+            });
+            println!("| {layout} | {ranks} | {} |", columns.join(" | "));
+        }
+    }
     Ok(())
 }
 

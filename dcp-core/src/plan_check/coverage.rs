@@ -22,7 +22,7 @@ type Row<'a> = (&'a [u64], &'a [u64]);
 
 /// What `state` holds and `plan` does not offer.
 pub(super) fn unoffered(plan: &SavePlan, state: &StateIndex) -> Vec<Unoffered> {
-    let mut offers: HashMap<&str, Vec<Row<'_>>> = HashMap::with_capacity(plan.keys.len());
+    let mut offers: HashMap<&str, Vec<Row<'_>>> = HashMap::with_capacity(plan.keys().len());
     for key in plan.keys() {
         offers.entry(&key.fqn).or_default();
     }
@@ -159,7 +159,7 @@ impl<'a> Lookup<'a> {
         ids: &mut Vec<Option<usize>>,
     ) -> Result<(), PlanError> {
         let metadata = &self.plan.metadata;
-        ids.truncate(local.keys.len());
+        ids.truncate(local.keys().len());
         let keys = if same_keys { &[] } else { local.keys() };
         for (position, key) in keys.iter().enumerate() {
             let guess = ids.get(position).copied().flatten();
@@ -183,7 +183,7 @@ impl<'a> Lookup<'a> {
                 self.lost(rank, &item.key.fqn, item.is_tensor().then_some(row))?;
             }
         }
-        for left in &local.unoffered {
+        for left in local.unoffered() {
             let row = left.region.as_ref().map(|region| (&**region.offsets(), &**region.sizes()));
             let id = metadata.index_of(&left.fqn);
             if !row.map_or(id.is_some(), |row| self.has(id, row)) {

@@ -1,19 +1,28 @@
 //! The compact encoding of plans, metadata and values between ranks: versioned, columns of LEB128
 //! numbers.
 //!
-//! Decoding never allocates more memory than the message has bytes to fill it.
+//! Decoding never allocates more memory than the message has bytes to fill it. Save plans and write
+//! plans, which repeat themselves, take at most some KiB for each byte.
 
+mod column;
 mod load_plan;
 mod message;
 mod metadata;
 mod plan;
 mod plan_keys;
+mod plan_outline;
+mod plan_request;
+mod plan_values;
+mod rank_set;
 mod value;
+mod write_plan;
 mod write_report;
 
 use std::sync::Arc;
 
 pub use message::{MessageReader, MessageWriter};
+pub use plan::PlanParts;
+pub use plan_request::{PlanRequest, PlanSummary};
 
 use crate::error::PlanError;
 use crate::metadata::{Encoding, FileId, Layout, Placement};

@@ -7,6 +7,7 @@ use bytes::Bytes;
 use dcp_cast::CastCounts;
 use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
 use dcp_core::save_run::{RankWrite, SaveRun};
+use dcp_core::wire::{PlanRequest, PlanSummary};
 use dcp_core::{CheckpointError, StorageWriter};
 
 use super::{Saver, no_plan};
@@ -19,6 +20,8 @@ pub(super) struct Lead<'a> {
     run: Option<SaveRun<'a>>,
     /// What the plan depends on: fingerprints and layout.
     key: Vec<u128>,
+    /// Of the plans that ranks offer.
+    summaries: Vec<PlanSummary>,
     /// The plan with its places.
     pub(super) plan: Option<Arc<GlobalPlan>>,
 }
@@ -33,9 +36,8 @@ impl Saver {
         same_save(offers)?;
         let run = SaveRun::begin(writer).await?;
         let session = run.session();
-        let fingerprints = offers
-            .iter()
-            .map(|offer| u128::from(offer.fingerprint.0) << 64 | u128::from(offer.fingerprint.1));
+        let summaries: Vec<PlanSummary> = offers.iter().map(|offer| offer.summary).collect();
+        let fingerprints = summaries.iter().map(|summary| summary.fingerprint);
         let key: Vec<u128> = fingerprints.chain([session.layout.into()]).collect();
         let plan_id = plan_id(&key);
         let plan = self
@@ -45,21 +47,23 @@ impl Saver {
             .and_then(|memory| memory.plans.get(&key));
         let generation = session.generation;
         let Some(plan) = plan else {
-            return Ok((Decision::Plan { plan_id }, Lead { run: Some(run), key, plan: None }));
+            let request = PlanRequest::of(&summaries);
+            let lead = Lead { run: Some(run), key, summaries, plan: None };
+            return Ok((Decision::Plan { plan_id, request }, lead));
         };
         let mut plan = GlobalPlan::clone(&plan);
         plan.metadata.rename_files(|file| writer.renamed(file, generation))?;
-        let plan = Some(Arc::new(plan));
-        Ok((Decision::Repeat { generation }, Lead { run: Some(run), key, plan }))
+        let lead = Lead { run: Some(run), key, summaries, plan: Some(Arc::new(plan)) };
+        Ok((Decision::Repeat { generation }, lead))
     }
 
     /// On the coordinator: one plan for all, with a place for every byte.
     pub(super) fn place<'a>(
         &self,
         mut lead: Lead<'a>,
-        plans: &[Bytes],
+        answers: &[Bytes],
     ) -> Result<(Vec<Bytes>, Lead<'a>), CheckpointError> {
-        let locals = SavePlan::from_wires(plans)?;
+        let locals = SavePlan::from_answers(&lead.summaries, answers)?;
         let mut global = self.planner.global_plan(&locals)?;
         global.check_against(&locals, &self.planner_name())?;
         let run = lead.run.as_ref().ok_or_else(no_plan)?;

@@ -12,7 +12,7 @@ use crate::memory::Remembered;
 use crate::messages::plan_id;
 use crate::packed;
 
-const MAGIC: [u8; 4] = *b"dpr1";
+const MAGIC: [u8; 4] = *b"dpr2";
 /// The length of a SHA-256.
 const DIGEST_LEN: usize = 32;
 

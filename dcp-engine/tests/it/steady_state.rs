@@ -1,16 +1,15 @@
 //! Saves of an unchanged structure reuse the plan.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use bytes::Bytes;
 use dcp_core::{
-    CheckpointMetadata, Collective, CollectiveError, DType, StateDict, Storage, StorageReader as _,
-    Tensor,
+    CheckpointMetadata, Collective, DType, StateDict, Storage, StorageReader as _, Tensor,
 };
 use dcp_engine::{SaveSummary, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter, FileLayout, Zstd};
 use dcp_planner::{DedupPolicy, DefaultSavePlanner};
 
+use crate::counting_collective::Counting;
 use crate::harness::{block_on, counting, holds_sample, memory, on_ranks, rows, sample};
 
 #[test]
@@ -212,60 +211,6 @@ fn another_layout_of_files_is_another_plan() {
     assert!((0..3).all(|step| holds_sample(&places[step], step as i32)));
 }
 
-/// A collective that counts what this rank sends and receives, call by call.
-#[derive(Debug)]
-struct Counting {
-    inner: Arc<dyn Collective>,
-    calls: Mutex<Vec<(&'static str, usize)>>,
-}
-
-impl Counting {
-    fn note(&self, what: &'static str, bytes: usize) {
-        self.calls.lock().unwrap().push((what, bytes));
-    }
-}
-
-impl Collective for Counting {
-    fn rank(&self) -> u32 {
-        self.inner.rank()
-    }
-
-    fn world_size(&self) -> u32 {
-        self.inner.world_size()
-    }
-
-    fn gather(&self, root: u32, mine: Bytes) -> Result<Option<Vec<Bytes>>, CollectiveError> {
-        self.note("gather", mine.len());
-        self.inner.gather(root, mine)
-    }
-
-    fn scatter(&self, root: u32, all: Option<Vec<Bytes>>) -> Result<Bytes, CollectiveError> {
-        let mine = self.inner.scatter(root, all)?;
-        self.note("scatter", mine.len());
-        Ok(mine)
-    }
-
-    fn broadcast(&self, root: u32, from_root: Option<Bytes>) -> Result<Bytes, CollectiveError> {
-        let received = self.inner.broadcast(root, from_root)?;
-        self.note("broadcast", received.len());
-        Ok(received)
-    }
-
-    fn all_gather(&self, mine: Bytes) -> Result<Vec<Bytes>, CollectiveError> {
-        let all = self.inner.all_gather(mine)?;
-        self.note("all_gather", all.iter().map(Bytes::len).sum());
-        Ok(all)
-    }
-
-    fn barrier(&self) -> Result<(), CollectiveError> {
-        self.inner.barrier()
-    }
-
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-}
-
 #[test]
 fn a_save_of_unchanged_structure_plans_in_64_bytes_for_each_rank() {
     const TENSORS: usize = 100;
@@ -278,13 +223,13 @@ fn a_save_of_unchanged_structure_plans_in_64_bytes_for_each_rank() {
         tensors.collect::<StateDict>()
     };
     let calls = on_ranks(3, |rank, group| {
-        let group = Arc::new(Counting { inner: group, calls: Mutex::default() });
+        let group = Arc::new(Counting::new(group));
         let saver = Saver::new().group(Arc::clone(&group) as _);
         [0, 1].map(|step| {
             let writer = DcpWriter::new(Arc::clone(&places[step]));
             let saved = block_on(saver.save(&state(rank, step as i32), &writer)).unwrap();
             assert_eq!(saved.reused_plan, step == 1);
-            std::mem::take(&mut *group.calls.lock().unwrap())
+            group.take()
         })
     });
     for [first, second] in calls {

@@ -8,6 +8,7 @@ mod torch_save_target;
 
 use std::path::Path;
 
+use dcp_core::plan::{LoadPlan, SavePlan, WritePlan};
 use proptest::prelude::*;
 
 fn replay(target: &str, run: fn(&[u8])) {
@@ -138,6 +139,30 @@ fn zarr_headers() {
 #[test]
 fn plans_on_the_wire() {
     replay("plan_wire", targets::plan_wire);
+}
+
+/// Seeds of another version would reach nothing but the comparison of versions.
+#[test]
+fn seeds_of_plans_are_of_this_version() {
+    let seed = |name: &str| {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/plan_wire");
+        std::fs::read(dir.join(name)).unwrap()
+    };
+    for name in ["save_empty", "save_object", "save_plain", "save_tensor", "save_numbers"] {
+        assert!(SavePlan::from_wire(&seed(name)).is_ok(), "{name}");
+    }
+    assert_eq!(
+        SavePlan::from_wire(&seed("save_tensor")),
+        SavePlan::from_wire(&seed("save_numbers"))
+    );
+    for name in ["write_empty", "write_one", "write_layers", "write_zstd"] {
+        assert!(WritePlan::from_wire(&seed(name)).is_ok(), "{name}");
+    }
+    assert_eq!(LoadPlan::from_wire(&seed("load_sample")).map(|plan| plan.items.len()), Ok(2));
+    let answers = |name| targets::answers_of(&seed(name)).map(|plans| plans.len());
+    assert_eq!(answers("answers"), Ok(3));
+    assert!(answers("answers_of_another_outline").unwrap_err().to_string().contains("outline"));
+    assert!(answers("answers_too_short").is_err());
 }
 
 #[test]

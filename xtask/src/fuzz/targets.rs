@@ -85,10 +85,12 @@ pub(super) const TARGETS: &[Target] = &[
         seeds: &["dcp-formats/tests/corpus/plan_wire"],
         parsers: &[
             "dcp-core/plan_keys.rs",
+            "dcp-core/plan_outline.rs",
             "dcp-core/load_plan.rs",
             "dcp-core/metadata.rs",
             "dcp-core/plan.rs",
             "dcp-core/value.rs",
+            "dcp-core/write_plan.rs",
         ],
     },
     Target {

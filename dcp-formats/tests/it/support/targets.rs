@@ -9,7 +9,8 @@ use dcp_core::format::Listing;
 use dcp_core::metadata::{Entry, Placement, TensorEntry};
 use dcp_core::plan::{LoadPlan, SavePlan, WritePlan};
 use dcp_core::storage::ObjectMeta;
-use dcp_core::{CheckpointMetadata, FormatError, Key, Value};
+use dcp_core::wire::{MessageReader, MessageWriter, PlanRequest, PlanSummary};
+use dcp_core::{CheckpointMetadata, FormatError, Key, PlanError, Value};
 use dcp_formats::dcp::Sidecar;
 use dcp_formats::hf::IndexFile;
 use dcp_formats::metadata::{
@@ -222,7 +223,16 @@ pub fn plan_wire(bytes: &[u8]) {
         assert_eq!(SavePlan::from_wire(&plan.to_wire()).unwrap().to_wire(), plan.to_wire());
         let both = SavePlan::from_wires(&[bytes, bytes]).unwrap();
         assert!(both.iter().all(|other| *other == plan));
+        // The whole plan of a rank, and what another one sends without its outline.
+        let parts = plan.to_parts();
+        let own = parts.summary();
+        let other = PlanSummary { fingerprint: !own.fingerprint, ..own };
+        let request = PlanRequest::of(&[own, other, own]);
+        let answers = [0, 1, 2].map(|rank| request.answer(rank, &parts));
+        let sent = SavePlan::from_answers(&[own, other, own], &answers).unwrap();
+        assert!(sent.iter().all(|sent| sent.to_wire() == plan.to_wire()));
     }
+    plan_answers(bytes);
     if let Ok(plan) = WritePlan::from_wire(bytes) {
         assert_eq!(WritePlan::from_wire(&plan.to_wire()).unwrap(), plan);
     }
@@ -237,6 +247,33 @@ pub fn plan_wire(bytes: &[u8]) {
         // A dict with a key twice has it once.
         let wire = value.to_wire().unwrap();
         assert!(Value::from_wire(&wire).unwrap().same(&value));
+    }
+}
+
+/// Decodes answers to the request of the coordinator: the first byte is the length of the first one, in
+/// units of four bytes.
+pub fn answers_of(bytes: &[u8]) -> Result<Vec<SavePlan>, PlanError> {
+    let (len, rest) = bytes.split_first().unwrap_or((&0, &[]));
+    let (whole, values) = rest.split_at(rest.len().min(4 * usize::from(*len)));
+    let summary = |fingerprint| PlanSummary { fingerprint, outline: 1 };
+    let summaries = [summary(1), summary(2), summary(1)];
+    SavePlan::from_answers(&summaries, &[whole, values, &[]])
+}
+
+fn plan_answers(bytes: &[u8]) {
+    if let Ok(plans) = answers_of(bytes) {
+        assert_eq!(plans[0], plans[2]);
+        let wire = plans[1].to_wire();
+        assert_eq!(SavePlan::from_wire(&wire).unwrap().to_wire(), wire);
+    }
+    if let Ok(mut input) = MessageReader::new(bytes, *b"rank")
+        && let Ok(request) = PlanRequest::read_from(&mut input)
+    {
+        let mut out = MessageWriter::new(*b"rank");
+        request.write_to(&mut out);
+        let message = out.finish();
+        let mut again = MessageReader::new(&message, *b"rank").unwrap();
+        assert_eq!(PlanRequest::read_from(&mut again).unwrap(), request);
     }
 }
 

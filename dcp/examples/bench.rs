@@ -1,6 +1,7 @@
 //! The Rust half of `cargo xtask bench`: one measurement per run, printed as a line of JSON.
 //!
-//! - `save DIR GIB`, `load DIR GIB`: a state dict of tensors of 32 MiB, without a group.
+//! - `save DIR GIB`, `load DIR GIB`: a state dict of tensors of 32 MiB, without a group. GIB may be a
+//!   fraction; `save-without-sidecar DIR GIB` leaves the sidecar out.
 //! - `save-ranks DIR GIB RANKS`: the same tensors, rows of each on every one of the ranks, which are
 //!   threads; `write-files DIR GIB FILES` the same bytes by plain system calls on as many threads.
 //! - `stall DIR GIB`: the time for which the second of two asynchronous saves stops training;
@@ -8,8 +9,9 @@
 //! - `copy - GIB`: copies the same bytes to memory that was touched before, on all cores; the limit.
 //!   `copy-tensors` the same from tensors of 32 MiB, each by one call, to one memory.
 //! - `write FILE GIB`, `read FILE GIB`: the same bytes by plain system calls, the limit.
-//! - `slice DIR rows|columns`: the part of rank 37 of 64 of one tensor of 1 GiB; `slice-plain FILE
-//!   rows|columns` as many bytes at the same distances by plain system calls on all cores, the limit.
+//! - `save-one DIR`: one tensor of 1 GiB. `slice DIR rows|columns`: the part of rank 37 of 64 of it;
+//!   `slice-plain FILE rows|columns` as many bytes at the same distances by plain system calls on all
+//!   cores, the limit.
 //! - `load-replicas DIR RANKS WAY GROUP`: every rank, a thread, loads the same tensors. WAY is `alone`,
 //!   `shared` or `auto`; GROUP is `memory` or `tcp`.
 #![allow(clippy::print_stdout, reason = "a program that prints")]
@@ -77,6 +79,14 @@ fn main() -> Result {
         ["copy-tensors", _, gib] => (copy_tensors(tensors(gib)?)?, None),
         ["write", file, gib] => (write(file, tensors(gib)?)?, None),
         ["read", file, gib] => (read(file, tensors(gib)?)?, None),
+        ["save-one", dir] => {
+            let mut state = StateDict::new();
+            let memory = vec![7; LARGE.iter().product::<u64>() as usize * 4];
+            state.insert("large", Tensor::replicated(DType::Float32, LARGE, memory)?);
+            let start = Instant::now();
+            dcp::save(&state, dir).blocking()?;
+            (start.elapsed(), None)
+        }
         ["slice", dir, by] => {
             let [rows, columns] = LARGE;
             let region = match by {
@@ -111,7 +121,8 @@ fn main() -> Result {
 }
 
 fn tensors(gib: &str) -> Result<usize> {
-    Ok(gib.parse::<usize>()? * (1 << 30) / TENSOR_BYTES)
+    let gib: f64 = gib.parse()?;
+    Ok((gib * f64::from(1 << 30)) as usize / TENSOR_BYTES)
 }
 
 /// Memory is touched here, so that no page fault is measured later.

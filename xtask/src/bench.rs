@@ -12,10 +12,10 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-use crate::machine::{Machine, machine};
+use crate::machine::{Machine, build, machine};
 use crate::process::{Scratch, output};
 use crate::{
-    Result, bench_convert, bench_cuda, bench_jobs, bench_object, bench_plan, process, venv,
+    Result, bench_convert, bench_cuda, bench_jobs, bench_object, bench_plan, bench_ratios, venv,
     workspace,
 };
 
@@ -34,6 +34,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
         ["object", rest @ ..] => return bench_object::main(rest),
         ["jobs", rest @ ..] => return bench_jobs::main(rest),
         ["plan", rest @ ..] => return bench_plan::main(rest),
+        ["--check", "--ratios", rest @ ..] => return bench_ratios::check(rest),
         ["--check", rest @ ..] => return bench_plan::check(rest),
         ["convert", rest @ ..] => (true, rest),
         _ => (false, args),
@@ -351,12 +352,4 @@ fn wall(command: impl Fn() -> Command) -> Result<f64> {
         }
     }
     Ok(fastest)
-}
-
-/// Builds the example and the `dcp` command as they are published.
-fn build() -> Result<(PathBuf, PathBuf)> {
-    let arguments = ["build", "--quiet", "--profile", "dist", "--workspace", "--example", "bench"];
-    process::run(workspace::cargo().args(arguments).args(["--bin", "dcp"]))?;
-    let built = workspace::target()?.join("dist");
-    Ok((built.join("examples").join("bench"), built.join("dcp")))
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::workspace;
+use crate::{Result, process, workspace};
 
 /// The programs and folders of a benchmark.
 pub(crate) struct Machine {
@@ -34,4 +34,12 @@ pub(crate) fn machine() -> String {
         "{cores} cores, {memory} GiB of memory, Linux {kernel}, load {load} from other work at \
          the start; commit {commit}."
     )
+}
+
+/// Builds the example and the `dcp` command as they are published.
+pub(crate) fn build() -> Result<(PathBuf, PathBuf)> {
+    let arguments = ["build", "--quiet", "--profile", "dist", "--workspace", "--example", "bench"];
+    process::run(workspace::cargo().args(arguments).args(["--bin", "dcp"]))?;
+    let built = workspace::target()?.join("dist");
+    Ok((built.join("examples").join("bench"), built.join("dcp")))
 }

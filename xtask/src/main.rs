@@ -11,6 +11,8 @@ mod bench_cuda;
 mod bench_jobs;
 mod bench_object;
 mod bench_plan;
+mod bench_ratios;
+mod bench_rows;
 mod browser;
 mod deploy;
 mod emulators;
@@ -65,6 +67,8 @@ cargo xtask <command>
   bench jobs [--gib N] [--folder DIR] commands that 1, 2 and 4 processes share
   bench plan                          seconds and memory of planning and of the index
   bench --check [--update]            compares instructions and bytes with xtask/bench_counts.json
+  bench --check --ratios [--update]   compares speeds, as parts of limits of the same run, with
+                                      xtask/bench_ratios.json; --disk DIR, --tmpfs DIR
   emulators up | down | env           S3, Azure, GCS and HTTP on this machine, for tests
   emulators run -- COMMAND            the same for one command
   browser [--keep]                    pages of `dcp report` in headless Chromium

@@ -359,6 +359,8 @@ pub trait Storage: fmt::Debug + Send + Sync + 'static {
     /// parts of uploads that began at least `min_age` ago and whose process, as far as it is known,
     /// no longer runs. [`LeftoverAction::Remove`] removes it, too.
     ///
+    /// The times are those of the storage's clock. What its clock dates in the future has the age zero.
+    ///
     /// # Errors
     ///
     /// [`Unsupported`](StorageErrorKind::Unsupported) when the storage cannot list what is left.

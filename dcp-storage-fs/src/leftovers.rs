@@ -57,8 +57,9 @@ fn find_in(
     let now = SystemTime::now();
     let mut dead = Vec::new();
     for temp in found.temps {
-        // A time in the future comes from another machine's clock: the file is new.
-        let age = temp.modified.and_then(|modified| now.duration_since(modified).ok());
+        // A time in the future comes from another machine's clock, or this one's was set back: the
+        // file is new.
+        let age = temp.modified.map(|modified| now.duration_since(modified).unwrap_or_default());
         if !Owner::of_temp(&temp.name).is_some_and(|owner| is_dead(owner, age)) {
             continue;
         }

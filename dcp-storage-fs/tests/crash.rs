@@ -9,7 +9,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use dcp_conformance::{Trial, run};
 use dcp_core::storage::{LeftoverAction, PutMode, UploadOptions};
@@ -257,6 +257,14 @@ fn clean_up() {
     let distant = folder.path().join(".dcp-tmp.0123456789abcdef.1.1.0");
     fs::write(&distant, "x").unwrap();
     assert_eq!(clean(Duration::from_secs(3600)), 0);
+    assert_eq!(clean(old), 1);
+    assert!(!distant.exists());
+
+    // The clock of that machine, which may be ahead, dates it.
+    fs::write(&distant, "x").unwrap();
+    let file = fs::File::options().write(true).open(&distant).unwrap();
+    file.set_modified(SystemTime::now() + Duration::from_secs(3600)).unwrap();
+    assert_eq!(clean(Duration::from_secs(1)), 0);
     assert_eq!(clean(old), 1);
     assert!(!distant.exists());
 }

@@ -8,6 +8,8 @@ use dcp_core::storage::{LeftoverAction, PutMode};
 use object_store::path::Path;
 use object_store::{MultipartUpload, PutResult, Result};
 
+use crate::leftovers::MinAge;
+
 /// Completes uploads with the condition of a mode, in one request of the store.
 ///
 /// `MultipartUpload::complete` has no condition. The opener of a provider that takes one adds it to
@@ -23,11 +25,11 @@ pub(crate) trait Completion: fmt::Debug + Send + Sync {
 /// The unfinished uploads of a store that can list them.
 #[async_trait]
 pub(crate) trait OpenUploads: fmt::Debug + Send + Sync {
-    /// The uploads to paths in `folder` that began before `time`. Removing aborts them.
-    async fn before(
+    /// The uploads to paths in `folder` of an age. Removing aborts them.
+    async fn older(
         &self,
         folder: &Path,
-        time: SystemTime,
+        age: MinAge,
         action: LeftoverAction,
     ) -> Result<Vec<OpenUpload>>;
 }

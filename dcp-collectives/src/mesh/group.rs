@@ -21,12 +21,24 @@ use crate::call::{Call, Op};
 use crate::deadline::Deadline;
 use crate::poison::Poison;
 
-/// How long to wait for the reason after a connection closed without one. A rank may close because
-/// it heard bad news that has not arrived here yet.
-const REASON_GRACE: Duration = Duration::from_secs(1);
+/// How long a group waits for news that may still be on their way.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Graces {
+    /// For the reason, after a connection closed without one. A rank may close because it heard bad
+    /// news that has not arrived here yet. They come along the tree, also where the machine is busy;
+    /// only a connection that broke alone has no other reason, and is named after this time.
+    pub(super) reason: Duration,
+    /// For the end of this rank, after the process of a neighbor ended without a farewell: it may
+    /// have been done with everything.
+    pub(super) farewell: Duration,
+}
 
-/// How long a rank whose process ended without a farewell may have been done with everything.
-const FAREWELL_GRACE: Duration = Duration::from_millis(250);
+impl Graces {
+    fn of(deadline: Duration) -> Self {
+        let reason = (deadline / 4).clamp(Duration::from_secs(1), Duration::from_secs(30));
+        Self { reason, farewell: Duration::from_millis(250) }
+    }
+}
 
 /// How often in a deadline a rank says for whom it waits. It begins after one such period, and what
 /// it said holds for three.
@@ -42,6 +54,7 @@ pub(super) struct Group {
     pub(super) rank: Rank,
     pub(super) world_size: u32,
     pub(super) deadline: Duration,
+    pub(super) graces: Graces,
     pub(super) inbox: Arc<Inbox>,
     edges: Vec<Edge>,
     state: Mutex<State>,
@@ -106,6 +119,7 @@ impl Group {
             rank,
             world_size,
             deadline,
+            graces: Graces::of(deadline),
             inbox,
             edges: edges.collect(),
             state: Mutex::new(State { ledgers, ..State::default() }),
@@ -130,7 +144,7 @@ impl Group {
     /// The reason why the group is broken, if it is or is about to be.
     pub(super) fn poison_within_grace(&self) -> Option<Poison> {
         let whole = |state: &mut State| state.poison.is_none();
-        let waited = self.changed.wait_timeout_while(self.lock(), REASON_GRACE, whole);
+        let waited = self.changed.wait_timeout_while(self.lock(), self.graces.reason, whole);
         waited.unwrap_or_else(PoisonError::into_inner).0.poison.clone()
     }
 
@@ -206,7 +220,7 @@ impl Group {
     pub(super) fn lost(&self, peer: Rank, message: &str) -> Poison {
         let state = self.lock();
         let no_reason = |state: &mut State| state.poison.is_none() && !state.ended.contains(&peer);
-        let waited = self.changed.wait_timeout_while(state, REASON_GRACE, no_reason);
+        let waited = self.changed.wait_timeout_while(state, self.graces.reason, no_reason);
         let state = waited.unwrap_or_else(PoisonError::into_inner).0;
         let op = state.op();
         drop(state);
@@ -276,7 +290,7 @@ impl Group {
             Ok(()) => "its process ended".to_owned(),
             Err(error) => format!("its connection broke: {error}"),
         };
-        let until = Deadline::after(FAREWELL_GRACE);
+        let until = Deadline::after(self.graces.farewell);
         let mut state = self.lock();
         while let (Some(left), None, false) = (until.left(), &state.poison, self.is_closing()) {
             let waited = self.changed.wait_timeout(state, left);
@@ -381,7 +395,7 @@ fn left(rank: Rank, op: Op) -> Poison {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Read;
+    use std::io::{Read, Write};
     use std::net::{TcpListener, TcpStream};
     use std::thread;
 
@@ -397,6 +411,65 @@ mod tests {
         let here = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         SockRef::from(&here).set_send_buffer_size(1).unwrap();
         (here, listener.accept().unwrap().0)
+    }
+
+    /// Rank 0 of 3, which hears of rank 2 through rank 1 alone; and its connection to rank 1.
+    fn behind_one(graces: Graces) -> (Group, Arc<dyn Channel>, TcpStream) {
+        let (here, there) = narrow();
+        let here: Arc<dyn Channel> = Arc::new(Socket::new(here));
+        let neighbor = Neighbor { rank: 1, is_parent: false, channel: Arc::clone(&here) };
+        let deadline = Duration::from_secs(60);
+        let mut group = Group::new(0, 0, 3, deadline, Default::default(), vec![neighbor]);
+        group.graces = graces;
+        (group, here, there)
+    }
+
+    const AT_ONCE: Graces = Graces { reason: Duration::ZERO, farewell: Duration::ZERO };
+    const ENOUGH: Duration = Duration::from_secs(600);
+
+    fn said(poison: &Poison, there: &mut TcpStream) {
+        there.write_all(&frame::encode(&Control::Poison(poison.clone())).unwrap()).unwrap();
+    }
+
+    #[test]
+    fn a_connection_that_breaks_alone_is_named_and_else_the_reason_that_comes_later() {
+        let reason = Poison::Aborted { rank: 2, reason: "no space".to_owned() };
+        for (grace, is_reason) in [(Duration::ZERO, false), (ENOUGH, true)] {
+            let (group, here, mut there) = behind_one(Graces { reason: grace, ..AT_ONCE });
+            let poison = thread::scope(|scope| {
+                let lost = scope.spawn(|| group.lost(2, "it closed its connection"));
+                if is_reason {
+                    scope.spawn(|| group.listen(1, &*here));
+                    said(&reason, &mut there);
+                }
+                let poison = lost.join().unwrap();
+                group.close();
+                drop(there);
+                poison
+            });
+            let message = "it closed its connection".to_owned();
+            let alone = Poison::Lost { rank: 2, op: Op::Idle, message };
+            assert_eq!(poison, if is_reason { reason.clone() } else { alone });
+        }
+    }
+
+    #[test]
+    fn a_process_that_ends_without_a_farewell_is_lost_unless_this_rank_is_done_as_well() {
+        for (grace, is_done) in [(Duration::ZERO, false), (ENOUGH, true)] {
+            let (group, here, there) = behind_one(Graces { farewell: grace, ..AT_ONCE });
+            drop(there);
+            let poison = thread::scope(|scope| {
+                let listening = scope.spawn(|| group.listen(1, &*here));
+                if is_done {
+                    group.close();
+                }
+                listening.join().unwrap();
+                group.poison()
+            });
+            let message = "its process ended".to_owned();
+            let lost = Poison::Lost { rank: 1, op: Op::Idle, message };
+            assert_eq!(poison, (!is_done).then_some(lost));
+        }
     }
 
     #[test]

@@ -279,7 +279,9 @@ mod tests {
         peer.write_all(bytes).unwrap();
         drop(peer);
         let deadline = Duration::from_secs(20);
-        let group = Group::new(0, 0, 2, deadline, Default::default(), Vec::new());
+        let mut group = Group::new(0, 0, 2, deadline, Default::default(), Vec::new());
+        // Nobody else says why the peer left.
+        group.graces.reason = Duration::ZERO;
         let deadline = Deadline::after(deadline);
         let turn = Turn { group: &group, call: CALL, seq: 3, deadline, max_message: LIMIT };
         link.expect(&turn, 1)?;

@@ -134,7 +134,12 @@ impl Mesh {
         let plan =
             Plan { id, rank, limits: CallLimits { deadline, ..self.limits }, broken: &broken };
         Self::form(self.transport.clone(), &plan, members).map_err(|error| {
-            match self.group.poison_within_grace() {
+            // A rank that was waited for in vain is no sign of news.
+            let poison = match &error {
+                CollectiveError::Timeout { .. } => self.group.poison(),
+                _ => self.group.poison_within_grace(),
+            };
+            match poison {
                 Some(poison) => poison.seen_by(self.group.rank),
                 None => renumbered(error, ranks),
             }

@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use dcp_conformance::{CollectiveFault, FaultCollective, FaultStorage, MemoryStorage, SlowStorage};
+use dcp_conformance::{
+    CollectiveFault, FaultCollective, FaultStorage, MemoryStorage, SlowStorage, StallStorage,
+};
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{
     CheckpointError, Collective, CollectiveError, DType, Key, Region, Shard, StateDict, Storage,
@@ -141,8 +143,9 @@ fn latest(run: &Arc<dyn Storage>) -> (Tracked, i64) {
 #[test]
 fn a_save_is_of_the_state_when_it_was_scheduled_and_the_tracker_comes_last() {
     let run: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
-    let slow: Arc<dyn Storage> =
-        Arc::new(SlowStorage::new(Arc::clone(&run), Duration::from_millis(5)));
+    // No save is complete before all ranks have looked.
+    let stalled = StallStorage::new(Arc::clone(&run), 1);
+    let slow: Arc<dyn Storage> = Arc::new(stalled.clone());
     on_mesh(1, 2, |Mesh { rank, world, replicas, .. }| {
         block_on(async {
             let state = state(&*world, 10);
@@ -155,6 +158,7 @@ fn a_save_is_of_the_state_when_it_was_scheduled_and_the_tracker_comes_last() {
             weight.shards()[0].view().unwrap().fill_from(&[9; 24]).unwrap();
             assert_eq!(queue.maybe_finalize(false).await.unwrap(), [0; 0]);
             assert!(!run.contains(&Key::new(TRACKER).unwrap()).await.unwrap());
+            stalled.resume();
             assert_eq!(queue.close().await.unwrap(), [1]);
         });
     });

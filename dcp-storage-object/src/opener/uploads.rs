@@ -15,6 +15,7 @@ use object_store::{Error, Result};
 use serde::Deserialize;
 
 use crate::error::INVALID_LIST;
+use crate::leftovers::MinAge;
 use crate::native::{OpenUpload, OpenUploads};
 
 /// The longest answer that lists 1000 uploads; a key has at most 1024 bytes.
@@ -101,10 +102,10 @@ impl XmlUploads {
 
 #[async_trait]
 impl OpenUploads for XmlUploads {
-    async fn before(
+    async fn older(
         &self,
         folder: &Path,
-        time: SystemTime,
+        age: MinAge,
         action: LeftoverAction,
     ) -> Result<Vec<OpenUpload>> {
         let folder = folder.as_ref();
@@ -118,7 +119,7 @@ impl OpenUploads for XmlUploads {
                     .map_err(|error| self.failed(format!("the time of an upload: {error}")))?;
                 let begun = SystemTime::from(begun);
                 // Some stores ignore the prefix.
-                if begun > time || !upload.key.starts_with(&prefix) {
+                if !age.is_reached(begun) || !upload.key.starts_with(&prefix) {
                     continue;
                 }
                 // A key that is no path is not of this crate.

@@ -112,46 +112,70 @@ fn all_ranks_report_the_trouble_of_one() {
     }
 }
 
-/// The deadline of the group, in tests in which one rank never answers.
+/// The deadline of a group in which one rank never answers. Where it is over before that rank stops,
+/// a longer one follows.
 const DEADLINE: Duration = Duration::from_millis(300);
+
+/// Where the rank saves that is to stop, once it has opened it.
+#[derive(Debug, Default)]
+enum Opened {
+    #[default]
+    NotYet,
+    Stalls(StallStorage),
+    TooLate,
+}
+
+/// Saves with a rank that stops at its operation `n` until the others have returned. Returns what all
+/// ranks returned, and whether the rank stopped.
+fn save_stalled(url: &str, victim: u32, n: u64, deadline: Duration) -> (Vec<Outcome>, bool) {
+    let opened: Arc<Mutex<Opened>> = Arc::default();
+    let (sender, outcomes) = mpsc::channel();
+    for group in LocalGroup::new(RANKS).deadline(deadline).build() {
+        let (sender, opened, url) = (sender.clone(), Arc::clone(&opened), url.to_owned());
+        let rank = group.rank();
+        std::thread::spawn(move || {
+            let outcome = save(group, &url, move |storage| {
+                let mut opened = opened.lock().unwrap();
+                if rank != victim || matches!(*opened, Opened::TooLate) {
+                    return storage;
+                }
+                let stalled = StallStorage::new(storage, n);
+                *opened = Opened::Stalls(stalled.clone());
+                Arc::new(stalled)
+            });
+            sender.send((rank, outcome))
+        });
+    }
+    drop(sender);
+    let mut returned = Vec::new();
+    while returned.len() + 1 < RANKS as usize {
+        let (rank, outcome) = outcomes.recv().unwrap();
+        returned.push(outcome);
+        if rank == victim {
+            break;
+        }
+    }
+    let stalled = match std::mem::replace(&mut *opened.lock().unwrap(), Opened::TooLate) {
+        Opened::Stalls(storage) => {
+            let stalled = storage.operations() >= n;
+            storage.resume();
+            stalled
+        }
+        Opened::NotYet | Opened::TooLate => false,
+    };
+    returned.extend(outcomes.iter().map(|(_, outcome)| outcome));
+    (returned, stalled)
+}
 
 #[test]
 fn no_rank_waits_for_a_stalled_one_beyond_the_deadline() {
     let mut row = Tortured::new("overwrite, 3 ranks", "stalled rank");
     for victim in 0..RANKS {
-        for n in 1.. {
+        let (mut n, mut deadline) = (1, DEADLINE);
+        loop {
             let folder = tempfile::tempdir().unwrap();
             let url = save_old(folder.path());
-            let opened: Arc<Mutex<Option<StallStorage>>> = Arc::default();
-            let (sender, outcomes) = mpsc::channel();
-            for group in LocalGroup::new(RANKS).deadline(DEADLINE).build() {
-                let (sender, opened, url) = (sender.clone(), Arc::clone(&opened), url.clone());
-                let rank = group.rank();
-                std::thread::spawn(move || {
-                    let outcome = save(group, &url, move |storage| {
-                        if rank != victim {
-                            return storage;
-                        }
-                        let stalled = StallStorage::new(storage, n);
-                        *opened.lock().unwrap() = Some(stalled.clone());
-                        Arc::new(stalled)
-                    });
-                    sender.send((rank, outcome))
-                });
-            }
-            drop(sender);
-            let mut returned = Vec::new();
-            while returned.len() + 1 < RANKS as usize {
-                let (rank, outcome) = outcomes.recv().unwrap();
-                returned.push(outcome);
-                if rank == victim {
-                    break;
-                }
-            }
-            let stalled = opened.lock().unwrap().clone().unwrap();
-            let passed = stalled.operations() < n;
-            stalled.resume();
-            returned.extend(outcomes.iter().map(|(_, outcome)| outcome));
+            let (returned, stalled) = save_stalled(&url, victim, n, deadline);
             let when = format!("stall at operation {n} of rank {victim}");
             assert_eq!(returned.len(), RANKS as usize, "{when}");
             let value = load(&url).unwrap_or_else(|error| panic!("{when}: {error}"));
@@ -162,8 +186,15 @@ fn no_rank_waits_for_a_stalled_one_beyond_the_deadline() {
             row.count(if value == 2 { "new" } else { "old" });
             dcp::save(&state(9, 0, 1), &url).blocking().unwrap();
             assert_eq!(load(&url), Ok(9), "{when}: the next save");
-            if passed {
+            if stalled {
+                n += 1;
+            } else if returned.iter().all(Result::is_ok) {
+                // It has fewer operations.
+                assert!(n > 1);
                 break;
+            } else {
+                assert!(deadline < 1000 * DEADLINE, "{when}: {returned:?}");
+                deadline *= 8;
             }
         }
     }

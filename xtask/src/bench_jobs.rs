@@ -6,7 +6,6 @@
 
 use std::fs;
 use std::io::Write as _;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -15,7 +14,7 @@ use serde_json::Value;
 
 use crate::machine::machine;
 use crate::process::{Scratch, output, run, run_ranks};
-use crate::{Result, workspace};
+use crate::{Result, port, workspace};
 
 const ROUNDS: usize = 3;
 const PROCESSES: [u32; 3] = [1, 2, 4];
@@ -151,8 +150,7 @@ impl Bench {
 
     /// Seconds from the start of the processes to the end of the last.
     fn run(&self, job: &Job, processes: u32, trace: Option<&Path>) -> Result<f64> {
-        // The port is free as soon as the listener is dropped, and rank 0 takes it at once.
-        let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+        let (_reserved, port) = port::reserved()?;
         let target = self.folder.join("target");
         let of_rank = |rank: u32| {
             let mut command = Command::new(&self.command);

@@ -1,13 +1,12 @@
 //! The job files of `deploy/`: run on a Slurm of one node, and checked for Kubernetes.
 
 use std::fs;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crate::process::{Scratch, output, run, succeeds};
-use crate::{Result, venv, workspace};
+use crate::{Result, port, venv, workspace};
 
 /// What a cluster of Slurm consists of. Debian has it in slurm-wlm and munge.
 const SLURM: [&str; 5] = ["munged", "slurmctld", "slurmd", "srun", "sbatch"];
@@ -97,7 +96,9 @@ impl<'a> Cluster<'a> {
             option("log-file", "munged.log"),
             option("seed-file", "munge.seed"),
         ]))?;
-        fs::write(at("slurm.conf"), configuration(folder, &host)?)?;
+        // Held until the node is up.
+        let [(_controller, controller), (_node, node)] = [port::reserved()?, port::reserved()?];
+        fs::write(at("slurm.conf"), configuration(folder, &host, controller, node))?;
         run(cluster.program("slurmctld").arg("-c").arg("-f").arg(at("slurm.conf")))?;
         let mut node = cluster.program("slurmd");
         run(node.arg("-c").args(["-N", &host]).arg("-f").arg(at("slurm.conf")))?;
@@ -157,11 +158,9 @@ impl Drop for Cluster<'_> {
     }
 }
 
-fn configuration(folder: &Path, host: &str) -> Result<String> {
-    let port = || -> Result<u16> { Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port()) };
+fn configuration(folder: &Path, host: &str, controller: u16, node: u16) -> String {
     let folder = folder.display();
-    let (controller, node) = (port()?, port()?);
-    Ok(format!(
+    format!(
         "ClusterName=dcp\nSlurmctldHost={host}(127.0.0.1)\nSlurmctldPort={controller}\n\
          SlurmdPort={node}\nAuthType=auth/munge\nAuthInfo=socket={folder}/munge.socket\n\
          CredType=cred/munge\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n\
@@ -173,7 +172,7 @@ fn configuration(folder: &Path, host: &str) -> Result<String> {
          JobAcctGatherType=jobacct_gather/none\n\
          NodeName={host} NodeAddr=127.0.0.1 CPUs=16 RealMemory=1000 State=UNKNOWN\n\
          PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES\n"
-    ))
+    )
 }
 
 #[cfg(test)]

@@ -8,15 +8,12 @@
 mod megatron;
 mod object;
 
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use socket2::{Domain, Socket, Type};
-
 use crate::process::{Scratch, run, run_ranks};
-use crate::{Result, venv, workspace};
+use crate::{Result, port, venv, workspace};
 
 /// Far more than any step takes; a hang is a failure, not a wait.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -380,12 +377,9 @@ impl Run<'_> {
 
     /// Runs the Rust half as one group of processes over TCP, as a launcher would start it.
     fn rust(&self, ranks: u32, arguments: impl Fn(&mut Command) -> &mut Command) -> Result {
-        // Held until the ranks are done: nobody else gets the port, rank 0 does by its number.
-        let reserved = Socket::new(Domain::IPV4, Type::STREAM, None)?;
-        reserved.set_reuse_address(true)?;
-        reserved.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into())?;
-        let address = reserved.local_addr()?.as_socket().ok_or("a port without a number")?;
-        let port = address.port().to_string();
+        // Held until the ranks are done.
+        let (_reserved, port) = port::reserved()?;
+        let port = port.to_string();
         let commands = (0..ranks).map(|rank| {
             let mut command = Command::new(&self.rust);
             arguments(&mut command);

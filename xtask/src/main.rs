@@ -21,6 +21,7 @@ mod fuzz;
 mod interop;
 mod machine;
 mod mpi;
+mod port;
 mod process;
 mod readme;
 mod shells;

@@ -413,7 +413,7 @@ mod tests {
         (here, listener.accept().unwrap().0)
     }
 
-    /// Rank 0 of 3, which hears of rank 2 through rank 1 alone; and its connection to rank 1.
+    /// Rank 0 of 3, which receives news of rank 2 through rank 1 alone, and its connection to rank 1.
     fn behind_one(graces: Graces) -> (Group, Arc<dyn Channel>, TcpStream) {
         let (here, there) = narrow();
         let here: Arc<dyn Channel> = Arc::new(Socket::new(here));

@@ -134,7 +134,7 @@ impl Mesh {
         let plan =
             Plan { id, rank, limits: CallLimits { deadline, ..self.limits }, broken: &broken };
         Self::form(self.transport.clone(), &plan, members).map_err(|error| {
-            // A rank that was waited for in vain is no sign of news.
+            // A rank that did not come in time is no sign of news.
             let poison = match &error {
                 CollectiveError::Timeout { .. } => self.group.poison(),
                 _ => self.group.poison_within_grace(),

@@ -15,6 +15,9 @@ use crate::deadline::DEFAULT_DEADLINE;
 /// Default of [`TcpConfig::connect_timeout`]: how long ranks wait for each other to start.
 pub const DEFAULT_CONNECT_TIMEOUT: Duration = Duration::from_secs(5 * 60);
 
+/// A process that is being started holds a port open for no longer than it takes to run its program.
+const TAKEN: Duration = Duration::from_secs(3);
+
 /// Default of [`TcpConfig::max_message`]: the longest message that a rank accepts, in bytes.
 pub const DEFAULT_MAX_MESSAGE: u64 = 64 << 30;
 
@@ -28,6 +31,8 @@ pub struct TcpConfig {
     pub(super) job: String,
     pub(super) deadline: Duration,
     pub(super) connect_timeout: Duration,
+    /// How long a port that is taken may take to become free.
+    pub(super) taken: Duration,
     pub(super) max_message: u64,
     pub(super) listener: Option<TcpListener>,
     pub(super) advertise: Option<IpAddr>,
@@ -52,6 +57,7 @@ impl TcpConfig {
             job: String::new(),
             deadline: DEFAULT_DEADLINE,
             connect_timeout: DEFAULT_CONNECT_TIMEOUT,
+            taken: TAKEN,
             max_message: DEFAULT_MAX_MESSAGE,
             listener: None,
             advertise: None,

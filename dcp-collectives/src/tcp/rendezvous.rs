@@ -21,9 +21,6 @@ use crate::mesh::frame::MAX_ITEM;
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
-/// How long a port that is taken may take to become free.
-const TAKEN: Duration = Duration::from_secs(3);
-
 /// How long a rank that waits may take to answer that it is there. One that is late comes again.
 const PROBE: Duration = Duration::from_secs(5);
 
@@ -70,7 +67,7 @@ fn host(config: &mut TcpConfig, deadline: Deadline) -> Result<Node, CollectiveEr
 /// Opens the master port. One that was closed a moment ago can still be taken: a process that is being
 /// started holds it open until it runs its own program.
 fn listen_patiently(config: &TcpConfig, deadline: Deadline) -> io::Result<TcpListener> {
-    let until = Deadline::after(TAKEN.min(deadline.left().unwrap_or_default()));
+    let until = Deadline::after(config.taken.min(deadline.left().unwrap_or_default()));
     let mut pause = FIRST_PAUSE;
     loop {
         match (listen_as_master(config), until.left()) {
@@ -259,7 +256,48 @@ fn seen_from_here(address: SocketAddr, master: SocketAddr) -> SocketAddr {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+
+    use dcp_core::Collective;
+    use dcp_testing::{loopback, on_each, reserved_port};
+
     use super::*;
+
+    /// A rank that waits as long for a port as for all else.
+    fn patient(rank: Rank, world_size: u32, port: u16) -> TcpConfig {
+        let patience = Duration::from_secs(120);
+        let config = TcpConfig::new(rank, world_size, loopback().to_string(), port);
+        let mut config = config.deadline(patience).connect_timeout(patience);
+        config.taken = patience;
+        config
+    }
+
+    #[test]
+    fn a_port_that_is_closed_a_moment_later_is_taken_over() {
+        let (_reserved, port) = reserved_port();
+        let earlier = TcpListener::bind((loopback(), port)).unwrap();
+        let results = thread::scope(|scope| {
+            let ranks = [0, 1].map(|rank| scope.spawn(move || patient(rank, 2, port).connect()));
+            // Rank 1 has come, so rank 0 most likely has tried to listen.
+            let mut stream = earlier.accept().unwrap().0;
+            stream.read_exact(&mut [0; 1]).unwrap();
+            drop((stream, earlier));
+            on_each(ranks.map(|rank| rank.join().unwrap()).into(), |rank| rank?.barrier())
+        });
+        assert_eq!(results, [Ok(()), Ok(())]);
+    }
+
+    #[test]
+    fn one_port_serves_one_group_after_the_other() {
+        let (_reserved, port) = reserved_port();
+        let results = on_each(vec![0, 1, 2], |rank| {
+            for _ in 0..5 {
+                patient(rank, 3, port).connect()?.barrier()?;
+            }
+            Ok::<_, CollectiveError>(())
+        });
+        assert_eq!(results, [Ok(()), Ok(()), Ok(())]);
+    }
 
     #[test]
     fn ranks_beside_the_master_are_reached_where_the_master_is() {

@@ -59,6 +59,7 @@ impl RankProcess {
             .env_remove("DCP_MASTER_PORT")
             .env_remove("DCP_JOB_ID")
             .env_remove("TORCHELASTIC_USE_AGENT_STORE")
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit());
         command
@@ -171,6 +172,8 @@ fn rank_process() {
         "exit" => {
             let _ = group.all_gather(vec![1; 300_000].into()).unwrap();
             say("done");
+            // All have what they called for, and none takes leave.
+            std::io::stdin().read_line(&mut String::new()).unwrap();
             std::process::exit(0);
         }
         "rank 1 exits" => {
@@ -260,7 +263,12 @@ fn a_rank_that_exits_without_a_farewell_is_gone() {
 
 #[test]
 fn ranks_that_exit_after_their_last_call_do_not_disturb_each_other() {
-    for mut rank in start("exit", 5, PATIENT, None) {
+    let mut ranks = start("exit", 5, PATIENT, None);
+    for rank in &mut ranks {
         rank.hear("done");
+    }
+    for rank in &mut ranks {
+        drop(rank.child.stdin.take());
+        assert!(rank.child.wait().unwrap().success());
     }
 }

@@ -10,7 +10,7 @@ use dcp_collectives::{Secret, TcpConfig};
 use dcp_core::{Collective, CollectiveError};
 use dcp_testing::on_each;
 
-use crate::groups::{config, listener, loopback, tcp_group};
+use crate::groups::{config, listener, loopback, tcp_group, with_growing_deadline};
 
 /// The first bytes of a rank with a secret, up to its random number.
 const HEAD: &[u8; 16] = b"dcp-coll\x03\0\0\0\x01\0\0\0";
@@ -211,39 +211,50 @@ fn what_a_rank_says_is_no_proof_when_it_is_reflected() {
     drop(group);
 }
 
-/// Changes one bit of what a rank sends after the handshake.
+/// Passes on what a rank sends to the port, with one bit changed after the handshake, and what comes
+/// back.
+fn change_a_bit(mut here: TcpStream, port: u16) -> std::io::Result<()> {
+    let mut there = connect(port);
+    let (mut back, mut forth) = (here.try_clone()?, there.try_clone()?);
+    thread::spawn(move || std::io::copy(&mut forth, &mut back));
+    let mut bytes = [0; GREETING + PROOF + 30];
+    here.read_exact(&mut bytes[..GREETING])?;
+    there.write_all(&bytes[..GREETING])?;
+    let (proof, record) = bytes[GREETING..].split_at_mut(PROOF);
+    for part in [proof, record] {
+        here.read_exact(part)?;
+        part[20] ^= u8::from(part.len() < PROOF);
+        there.write_all(part)?;
+    }
+    let _ = std::io::copy(&mut here, &mut there);
+    Ok(())
+}
+
 #[test]
 fn a_changed_byte_breaks_the_connection_and_is_never_read() {
-    let (listener, port) = listener();
-    let (door, at) = dcp_testing::listener();
-    let outcome = thread::scope(|scope| {
-        scope.spawn(move || {
-            let (mut here, _) = door.accept().unwrap();
-            let mut there = connect(port);
-            let (mut back, mut forth) = (here.try_clone().unwrap(), there.try_clone().unwrap());
-            scope.spawn(move || std::io::copy(&mut forth, &mut back));
-            let mut bytes = [0; GREETING + PROOF + 30];
-            here.read_exact(&mut bytes[..GREETING]).unwrap();
-            there.write_all(&bytes[..GREETING]).unwrap();
-            let (proof, record) = bytes[GREETING..].split_at_mut(PROOF);
-            for part in [proof, record] {
-                here.read_exact(part).unwrap();
-                part[20] ^= u8::from(part.len() < PROOF);
-                there.write_all(part).unwrap();
-            }
-            let _ = std::io::copy(&mut here, &mut there);
-            // No second attempt.
+    with_growing_deadline(|timeout| {
+        let (listener, port) = listener();
+        let (door, at) = dcp_testing::listener();
+        let outcome = thread::scope(|scope| {
+            // There is no second attempt: the door closes.
+            let changed = scope.spawn(move || {
+                let (here, _) = door.accept().unwrap();
+                drop(door);
+                change_a_bit(here, port)
+            });
+            let one = scope.spawn(move || secured(1, 2, at).connect_timeout(timeout).connect());
+            let zero = secured(0, 2, port).listener(listener).connect_timeout(timeout).connect();
+            assert!(one.join().unwrap().is_err());
+            // A rank that has given up before it came leaves the door open.
+            drop(TcpStream::connect((loopback(), at)));
+            changed.join().unwrap().unwrap();
+            zero
         });
-        let timeout = std::time::Duration::from_secs(1);
-        let one = scope.spawn(move || secured(1, 2, at).connect_timeout(timeout).connect());
-        let zero = secured(0, 2, port).listener(listener).connect_timeout(timeout).connect();
-        assert!(one.join().unwrap().is_err());
-        zero
+        match outcome {
+            Err(CollectiveError::Rendezvous { message }) => assert!(message.contains("missing: 1")),
+            other => panic!("{other:?}"),
+        }
     });
-    match outcome {
-        Err(CollectiveError::Rendezvous { message }) => assert!(message.contains("missing: 1")),
-        other => panic!("{other:?}"),
-    }
 }
 
 #[test]

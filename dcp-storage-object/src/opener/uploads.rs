@@ -15,8 +15,7 @@ use object_store::{Error, Result};
 use serde::Deserialize;
 
 use crate::error::INVALID_LIST;
-use crate::leftovers::MinAge;
-use crate::native::{OpenUpload, OpenUploads};
+use crate::native::{MinAge, OpenUpload, OpenUploads};
 
 /// The longest answer that lists 1000 uploads; a key has at most 1024 bytes.
 const PAGE_BYTES_MAX: usize = 8 << 20;

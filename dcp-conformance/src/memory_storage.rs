@@ -44,6 +44,7 @@ pub struct MemoryStorage {
     capabilities: Capabilities,
     /// Whether a claim excludes others; if not, its replacement fails when it is too late.
     locks: bool,
+    clock: Arc<dyn Fn() -> SystemTime + Send + Sync>,
 }
 
 #[derive(Default)]
@@ -75,9 +76,9 @@ impl Object {
 }
 
 impl Objects {
-    fn write(&mut self, key: &Key, bytes: Bytes) -> ObjectMeta {
+    fn write(&mut self, key: &Key, bytes: Bytes, modified: SystemTime) -> ObjectMeta {
         self.written += 1;
-        let object = Object { bytes, modified: SystemTime::now(), version: self.written };
+        let object = Object { bytes, modified, version: self.written };
         let meta = object.meta(key);
         self.by_key.insert(key.clone(), object);
         meta
@@ -118,7 +119,12 @@ impl MemoryStorage {
         capabilities.complete_listing = true;
         capabilities.ranged_reads = true;
         capabilities.parallelism = 4;
-        Self { objects: Arc::default(), capabilities, locks: true }
+        Self {
+            objects: Arc::default(),
+            capabilities,
+            locks: true,
+            clock: Arc::new(SystemTime::now),
+        }
     }
 
     /// Declares other capabilities for the same objects, to test callers with a lesser storage. The
@@ -135,6 +141,14 @@ impl MemoryStorage {
     #[must_use]
     pub fn conditional_claims(mut self) -> Self {
         self.locks = false;
+        self
+    }
+
+    /// Takes the times of objects from `clock`, for tests in which it matters whether one object is
+    /// older than another: the clock of a store may have whole seconds.
+    #[must_use]
+    pub fn with_clock(mut self, clock: impl Fn() -> SystemTime + Send + Sync + 'static) -> Self {
+        self.clock = Arc::new(clock);
         self
     }
 
@@ -168,7 +182,7 @@ impl MemoryStorage {
         self.refuse_update(op, key, mode)?;
         let mut objects = self.objects();
         objects.check(op, key, mode)?;
-        Ok(objects.write(key, bytes))
+        Ok(objects.write(key, bytes, (self.clock)()))
     }
 
     fn refuse_update(&self, op: StorageOp, key: &Key, mode: &PutMode) -> Result<(), StorageError> {

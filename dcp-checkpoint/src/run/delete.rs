@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use dcp_core::format::{Folder, FormatRegistry, Listing, ListingEntry};
+use dcp_core::format::{FormatRegistry, Listing};
 use dcp_core::storage::{Claim, ObjectMeta};
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::TryStreamExt;
@@ -83,7 +83,7 @@ impl Deletion<'_> {
         if !matches!(why, Doomed::Deleting) {
             let format =
                 classify(self.formats, name, &files).map_or("", |found| found.format.info().name);
-            mark_deleting(storage, &folder, format).await?;
+            mark_deleting(storage, &folder, &Mark::new(format, &files)).await?;
         }
         for index in self.index_order(name, &files).unwrap_or_default() {
             storage.delete(&[index]).await?;
@@ -132,7 +132,10 @@ impl Deletion<'_> {
                         Some(found) if mark.spares(found.format.info().name) => {
                             Some("it is complete".to_owned())
                         }
-                        _ => saved_again(&folder, &mark),
+                        _ if files.iter().any(|file| mark.is_older_than(file)) => {
+                            Some("a save has written into it since its deletion began".to_owned())
+                        }
+                        _ => None,
                     }
                 }
             },
@@ -180,18 +183,4 @@ impl Deletion<'_> {
         }
         Ok(held)
     }
-}
-
-/// Whether a save has written into a folder since its deletion began.
-fn saved_again(folder: &Folder<'_>, mark: &Mark) -> Option<String> {
-    let mut others = folder.entries().filter_map(|entry| match entry {
-        ListingEntry::File(DELETING, _) => None,
-        ListingEntry::File(_, meta) => Some(meta.modified),
-        ListingEntry::Folder(below) => Some(below.modified()),
-    });
-    let is_newer = others.any(|modified| match (modified, mark.modified) {
-        (Some(file), Some(mark)) => file > mark,
-        _ => true,
-    });
-    is_newer.then(|| "a save has written into it since its deletion began".to_owned())
 }

@@ -15,7 +15,7 @@ mod step_name;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, UNIX_EPOCH};
 
 use dcp_convert::list_run;
 use dcp_convert::open::RunEntry;
@@ -407,19 +407,15 @@ fn run_step(
     sidecars: Sidecars,
     tracked: bool,
 ) -> Option<RunStep> {
-    let Sidecars { pinned, deleting, metrics } = sidecars;
+    let Sidecars { pinned, deleting, saved_again, metrics } = sidecars;
     let mut complete = match entry {
         Some(entry) => entry.complete,
         None => Some(false),
     };
-    let seconds = |time: SystemTime| Some(time.duration_since(UNIX_EPOCH).ok()?.as_secs());
     let deleting = deleting.is_some_and(|mark| {
         let is_spared =
             entry.is_some_and(|entry| complete != Some(false) && mark.spares(entry.kind.format()));
-        let began = mark.modified.and_then(seconds);
-        let saved = entry.and_then(|entry| entry.modified);
-        let is_saved_again = saved.zip(began).is_some_and(|(saved, began)| saved > began);
-        !is_spared && !is_saved_again
+        !(is_spared || saved_again && entry.is_some())
     });
     if entry.is_none() && !deleting {
         return None;

@@ -1,7 +1,7 @@
 //! The small files that a run's manager keeps in the folder of a checkpoint. Formats ignore them.
 
 use std::collections::BTreeMap;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{FolderEntry, ObjectMeta, PutMode, StorageExt as _};
@@ -27,6 +27,8 @@ const METRICS_BYTES_MAX: u64 = 1 << 20;
 pub(super) struct Sidecars {
     pub(super) pinned: bool,
     pub(super) deleting: Option<Mark>,
+    /// Whether a save has written into the folder since its deletion began.
+    pub(super) saved_again: bool,
     pub(super) metrics: BTreeMap<String, f64>,
 }
 
@@ -37,15 +39,24 @@ pub(super) struct Mark {
     /// The format of the checkpoint.
     format: String,
     note: String,
-    /// When the deletion began.
+    /// The time of the newest file in the folder when the deletion began, in nanoseconds since 1970. It
+    /// is older than a save that comes later by far more than the resolution of times, which are
+    /// whole seconds on some stores. The time of the mark is not: a save may begin in its second.
+    newest_ns: Option<u64>,
+    /// When the mark was written.
     #[serde(skip)]
-    pub(super) modified: Option<SystemTime>,
+    written: Option<SystemTime>,
 }
 
 impl Mark {
-    fn new(format: &str) -> Self {
+    /// The mark of a deletion of `files`, which is about to begin.
+    pub(super) fn new(format: &str, files: &[ObjectMeta]) -> Self {
         let note = "this checkpoint is being deleted; `dcp prune` finishes it".to_owned();
-        Self { format: format.to_owned(), note, modified: None }
+        let files = files.iter().filter(|file| file.key.file_name() != DELETING);
+        let newest = files.map(|file| file.modified).max().flatten();
+        let since = newest.and_then(|newest| newest.duration_since(UNIX_EPOCH).ok());
+        let newest_ns = since.and_then(|since| u64::try_from(since.as_nanos()).ok());
+        Self { format: format.to_owned(), note, newest_ns, written: None }
     }
 
     /// Reads the mark in a folder. One that cannot be parsed is a mark all the same.
@@ -60,7 +71,21 @@ impl Mark {
             Err(error) => return Err(error),
         };
         let mark = serde_json::from_slice::<Self>(&json).unwrap_or_default();
-        Ok(Self { modified: meta.modified, ..mark })
+        Ok(Self { written: meta.modified, ..mark })
+    }
+
+    /// Whether a file in the folder was written after the deletion began, by a save. So it is where that
+    /// is unknown.
+    pub(super) fn is_older_than(&self, file: &ObjectMeta) -> bool {
+        if file.key.file_name() == DELETING {
+            return false;
+        }
+        let newest = self.newest_ns.and_then(|ns| UNIX_EPOCH.checked_add(Duration::from_nanos(ns)));
+        match (file.modified, newest, self.written) {
+            (Some(file), Some(newest), _) => file > newest,
+            (Some(file), None, Some(mark)) => file >= mark,
+            _ => true,
+        }
     }
 
     /// Whether a checkpoint of this format, which is complete, has lost nothing yet: the first file
@@ -93,7 +118,12 @@ impl Sidecars {
             }
         }
         if let Some(meta) = mark {
-            found.deleting = Some(Mark::read(storage, &meta).await?);
+            let mark = Mark::read(storage, &meta).await?;
+            let mut files = storage.list(Some(folder));
+            while let (false, Some(file)) = (found.saved_again, files.try_next().await?) {
+                found.saved_again = mark.is_older_than(&file);
+            }
+            found.deleting = Some(mark);
         }
         if let Some(meta) = metrics.filter(|meta| meta.byte_len <= METRICS_BYTES_MAX) {
             match storage.read_range(&meta.key, 0..meta.byte_len).await {
@@ -145,9 +175,9 @@ pub(super) async fn unpin(storage: &dyn Storage, folder: &Key) -> Result<(), Sto
 pub(super) async fn mark_deleting(
     storage: &dyn Storage,
     folder: &Key,
-    format: &str,
+    mark: &Mark,
 ) -> Result<(), StorageError> {
-    let json = serde_json::to_vec_pretty(&Mark::new(format)).unwrap_or_default();
+    let json = serde_json::to_vec_pretty(mark).unwrap_or_default();
     match put(storage, &folder.join(DELETING)?, Payload::from(json)).await {
         Err(error) if error.kind() == StorageErrorKind::Full => Ok(()),
         marked => marked,

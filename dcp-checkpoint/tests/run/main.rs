@@ -8,11 +8,12 @@ mod support;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dcp_checkpoint::ErrorKind;
 use dcp_checkpoint::run::{AnyOf, KeepBest, KeepEvery, KeepLast, PruneReport};
-use dcp_conformance::MemoryStorage;
+use dcp_conformance::{FaultStorage, MemoryStorage};
 use dcp_core::Storage;
 use dcp_testing::{fixture, key};
 
@@ -218,25 +219,64 @@ async fn a_checkpoint_that_would_seem_whole_when_half_deleted_stays() {
     assert_eq!(names(&*storage), before);
 }
 
+/// A run whose files have times in whole seconds, as on many stores, and the clock: three steps of the
+/// second 100, and the deletion of step 1, which died in the second 200 when its index was gone.
+async fn half_deleted() -> (Arc<dyn Storage>, Arc<AtomicU64>) {
+    for died_at in 0.. {
+        let seconds = Arc::new(AtomicU64::new(100));
+        let clock = Arc::clone(&seconds);
+        let time = move || UNIX_EPOCH + Duration::from_secs(clock.load(Ordering::Relaxed));
+        let memory = Arc::new(MemoryStorage::new().with_clock(time));
+        (1..=3).for_each(|step| Framework::PyTorch.save(&*memory, step));
+        seconds.store(200, Ordering::Relaxed);
+        let dying = FaultStorage::new(memory.clone()).dying_after(died_at);
+        let broken: Arc<dyn Storage> = Arc::new(dying);
+        drop(run_in(&broken).prune().policy(KeepLast(2)).run().await);
+        let left = names(&*memory);
+        if !left.contains(&"step-1/.metadata".to_owned()) {
+            assert!(left.contains(&"step-1/.dcp-deleting".to_owned()), "{left:?}");
+            return (memory, seconds);
+        }
+    }
+    unreachable!("the deletion never reached the index");
+}
+
 #[tokio::test]
-async fn a_save_that_begins_in_a_half_deleted_folder_is_not_deleted() {
-    let memory = Framework::PyTorch.run([1, 2, 3]);
-    let storage: Arc<dyn Storage> = memory.clone();
+async fn a_deletion_is_finished_within_the_second_in_which_it_died() {
+    let (storage, _) = half_deleted().await;
     let run = run_in(&storage);
-    // The deletion of step 1 died when its index was gone.
-    put(&*storage, "step-1/.dcp-deleting", b"{\"format\": \"dcp\"}".to_vec());
-    storage.delete(&[key("step-1/.metadata")]).await.unwrap();
     let found = steps(&run).await;
     assert!(found[0].deleting && found[0].complete == Some(false));
-    // A save writes there, is not complete yet, and must not lose its files.
-    put(&*storage, "step-1/__0_0.distcp", get(&*storage, "step-2/__0_0.distcp"));
     let report = run.prune().run().await.unwrap();
-    assert!(report.deleted.is_empty(), "{report:?}");
-    assert!(report.not_deleted[0].reason.contains("a save has written"), "{report:?}");
-    // When it is complete, the mark means nothing.
-    put(&*storage, "step-1/.metadata", get(&*storage, "step-2/.metadata"));
-    let found = steps(&run).await;
-    assert!(found[0].is_complete() && !found[0].deleting);
-    let report = run.prune().run().await.unwrap();
-    assert_eq!(report, PruneReport::default());
+    let deleted: Vec<_> = report.deleted.iter().map(|one| one.step).collect();
+    assert_eq!(deleted, [1], "{report:?}");
+}
+
+#[tokio::test]
+async fn a_save_that_begins_in_a_half_deleted_folder_is_not_deleted() {
+    // A save writes there in the same second or later, is not complete yet, and must not lose its files.
+    for (second, has_time) in [(200, true), (201, true), (200, false)] {
+        let (storage, seconds) = half_deleted().await;
+        let run = run_in(&storage);
+        if !has_time {
+            put(&*storage, "step-1/.dcp-deleting", b"{\"format\": \"dcp\"}".to_vec());
+        }
+        seconds.store(second, Ordering::Relaxed);
+        put(&*storage, "step-1/__0_0.distcp", get(&*storage, "step-2/__0_0.distcp"));
+        let before = names(&*storage);
+        let found = steps(&run).await;
+        assert!(!found[0].deleting && found[0].complete == Some(false), "{found:?}");
+        assert_eq!(run.prune().run().await.unwrap(), PruneReport::default());
+        assert_eq!(names(&*storage), before);
+        // If it dies, the rest is found by its age.
+        let prune = run.prune().incomplete(Duration::from_secs(60));
+        let at = |seconds| prune.clone().now(UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(at(second + 59).run().await.unwrap(), PruneReport::default());
+        assert_eq!(at(second + 60).plan().await.unwrap().deleted().count(), 1);
+        // When it is complete, the mark means nothing.
+        put(&*storage, "step-1/.metadata", get(&*storage, "step-2/.metadata"));
+        let found = steps(&run).await;
+        assert!(found[0].is_complete() && !found[0].deleting);
+        assert_eq!(run.prune().run().await.unwrap(), PruneReport::default());
+    }
 }

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
 
 use dcp_checkpoint::Opener;
 use dcp_checkpoint::run::{PrunePlan, Run, RunStep, StepNaming};
@@ -107,8 +109,11 @@ impl Framework {
         }
     }
 
+    /// A run in memory. Each file is a millisecond older than the next, however coarse the clock is.
     pub(crate) fn run(self, steps: impl IntoIterator<Item = u64>) -> Arc<MemoryStorage> {
-        let storage = MemoryStorage::new();
+        let (started, written) = (SystemTime::now(), AtomicU64::new(0));
+        let age = move || Duration::from_millis(written.fetch_add(1, Ordering::Relaxed));
+        let storage = MemoryStorage::new().with_clock(move || started + age());
         steps.into_iter().for_each(|step| self.save(&storage, step));
         Arc::new(storage)
     }

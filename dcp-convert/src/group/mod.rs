@@ -11,10 +11,12 @@ use std::sync::{Arc, PoisonError};
 use std::thread;
 
 use bytes::Bytes;
-use dcp_core::{CheckpointError, Collective, CollectiveError, Rank};
+use dcp_core::digest::fnv1a_128;
+use dcp_core::wire::MessageWriter;
+use dcp_core::{CheckpointError, Collective, CollectiveError, Key, Rank};
 
 use self::rounds::{Operation, Shared};
-pub(crate) use self::share::contiguous_share;
+use self::share::contiguous_share;
 
 /// The ranks of a job, each a process that does a part of it: see
 /// [`JobOptions::with_group`](crate::JobOptions::with_group).
@@ -69,6 +71,13 @@ impl Drop for Handle {
     }
 }
 
+/// The error of a rank whose plan is not that of rank 0.
+pub(crate) fn other_plan() -> CollectiveError {
+    let message = "it plans other files; give all ranks the same options, and paths of a file system \
+                   that all of them share";
+    CollectiveError::Mismatch { rank: 0, op: "the plan of a job", message: message.to_owned() }
+}
+
 impl JobGroup {
     /// Begins the rounds over `collective`, which nothing else may call.
     ///
@@ -117,6 +126,23 @@ impl JobGroup {
     #[must_use]
     pub fn share(&self, byte_lens: &[u64]) -> Range<usize> {
         contiguous_share(byte_lens, self.rank, self.world_size)
+    }
+
+    /// Refuses names of files to write that are not the same on all ranks. Then all ranks have looked
+    /// at the target, and none has written yet.
+    ///
+    /// # Errors
+    ///
+    /// When they differ, and when a rank failed or was lost.
+    pub async fn same_files<'a>(
+        &self,
+        names: impl Iterator<Item = &'a Key>,
+    ) -> Result<(), CheckpointError> {
+        let mut message = MessageWriter::new(*b"dwf1");
+        names.for_each(|name| message.text(name.as_str()));
+        let mine = fnv1a_128(&message.finish()).to_le_bytes();
+        let all = self.all_gather(Bytes::copy_from_slice(&mine)).await?;
+        if all.iter().any(|one| **one != mine) { Err(other_plan().into()) } else { Ok(()) }
     }
 
     /// After rank 0 has gathered what all ranks wrote: lets it commit that. A rank that fails before, or

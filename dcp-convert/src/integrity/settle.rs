@@ -10,7 +10,6 @@ use dcp_core::wire::{MessageReader, MessageWriter};
 use dcp_core::{CheckpointError, PlanError};
 use dcp_formats::CrcParts;
 
-use crate::group::contiguous_share;
 use crate::integrity::incremental_crc::{Checked, Chunk, Wanted};
 use crate::integrity::refuse_damaged::refuse_damaged;
 use crate::job::JobOptions;
@@ -57,12 +56,10 @@ impl Comparison for Checked {
         }
         items.sort_by_key(|item| (item.placement.file, item.placement.byte_offset));
         if let Some(group) = &options.group {
-            let share =
-                |byte_lens: &[u64]| contiguous_share(byte_lens, group.rank(), group.world_size());
             let chunks = vec![1; whole.len()];
-            whole = take(whole, share(&chunks));
+            whole = take(whole, group.share(&chunks));
             let byte_lens: Vec<_> = items.iter().map(|item| item.placement.byte_len).collect();
-            items = take(items, share(&byte_lens));
+            items = take(items, group.share(&byte_lens));
         }
         for (wanted, crc32) in whole {
             if !self.compare_whole(&metadata, &wanted, crc32).await? {

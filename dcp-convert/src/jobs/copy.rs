@@ -13,7 +13,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt, TryStreamExt};
 use futures_util::{future, stream};
 
 use crate::error::ConvertError;
-use crate::group::{JobGroup, contiguous_share};
+use crate::group::JobGroup;
 use crate::job::JobOptions;
 
 /// Files up to this size are copied with one read and one put.
@@ -122,7 +122,7 @@ impl CopyFiles<'_> {
                 // All ranks have seen what was at the target before one of them writes.
                 group.all_gather(Bytes::new()).await?;
                 let byte_lens: Vec<_> = batch.iter().map(|file| file.byte_len).collect();
-                let own = contiguous_share(&byte_lens, group.rank(), group.world_size());
+                let own = group.share(&byte_lens);
                 let own = batch.get(own).unwrap_or_default();
                 self.copy_batch(own, false, options, &mut report).await?;
                 report = report.of_all_ranks(group).await?;

@@ -12,7 +12,6 @@ use serde::Serialize;
 
 use crate::error::ConvertError;
 use crate::foreign_callable::ForeignCallable;
-use crate::group::contiguous_share;
 use crate::integrity::archive_audit::{self, Checked};
 use crate::integrity::callables;
 use crate::integrity::problem::{Problem, ProblemKind};
@@ -134,7 +133,7 @@ impl DeepWork<'_> {
         let byte_lens: Vec<u64> = record_bytes.chain(item_bytes).collect();
         options.start(byte_lens.iter().copied().fold(0, u64::saturating_add));
         if let Some(group) = &options.group {
-            let share = contiguous_share(&byte_lens, group.rank(), group.world_size());
+            let share = group.share(&byte_lens);
             let records = self.records.len();
             let items = share.start.saturating_sub(records)..share.end.saturating_sub(records);
             self.alone = self.alone.drain(items).collect();

@@ -9,11 +9,10 @@ use dcp_core::plan::{SavePlan, WritePlan};
 use dcp_core::wire::{MessageReader, MessageWriter};
 use dcp_core::{CheckpointError, CollectiveError, Key, PlanError};
 
-use crate::group::JobGroup;
+use crate::group::{JobGroup, other_plan};
 
 const PLANS: [u8; 4] = *b"dwp1";
 const REPORTS: [u8; 4] = *b"dwr2";
-const FILES: [u8; 4] = *b"dwf1";
 
 /// The write plans of rank 0, on all ranks; refused by a rank whose `locals` are others.
 pub(crate) async fn share_plans(
@@ -35,7 +34,7 @@ pub(crate) async fn share_plans(
     }
     let mut message = MessageReader::new(&message, PLANS)?;
     if message.bytes()? != planned {
-        return Err(differs());
+        return Err(other_plan().into());
     }
     let mut plans = Vec::new();
     for _ in 0..message.count()? {
@@ -47,31 +46,6 @@ pub(crate) async fn share_plans(
         return Err(PlanError::PlanCount { made_by: "rank 0".into(), expected, found }.into());
     }
     Ok(plans)
-}
-
-/// Refuses names of files that are not those of rank 0. Then all ranks have looked at the target, and
-/// none has written yet.
-pub(crate) async fn same_names<'a>(
-    group: &JobGroup,
-    names: impl Iterator<Item = &'a Key>,
-) -> Result<(), CheckpointError> {
-    let mut message = MessageWriter::new(FILES);
-    names.for_each(|name| message.text(name.as_str()));
-    let mine = fnv1a_128(&message.finish()).to_le_bytes();
-    let all = group.all_gather(Bytes::copy_from_slice(&mine)).await?;
-    if all.iter().any(|one| **one != mine) { Err(differs()) } else { Ok(()) }
-}
-
-fn differs() -> CheckpointError {
-    CollectiveError::Mismatch {
-        rank: 0,
-        op: "the plan of a job",
-        message:
-            "it plans other files; give all ranks the same options, and paths of a file system \
-                  that all of them share"
-                .to_owned(),
-    }
-    .into()
 }
 
 /// Whether `error` is that of a rank that reported a failure, so that no exchange took place. After
@@ -118,10 +92,7 @@ fn decode(message: &[u8]) -> Result<Vec<WriteReport>, PlanError> {
     Ok(reports)
 }
 
-/// The bytes that the items of each plan take, of which the ranks get about the same.
+/// The items that this process does, of items with these bytes.
 pub(crate) fn share_of(group: Option<&JobGroup>, byte_lens: &[u64]) -> Range<usize> {
-    match group {
-        Some(group) => crate::group::contiguous_share(byte_lens, group.rank(), group.world_size()),
-        None => 0..byte_lens.len(),
-    }
+    group.map_or(0..byte_lens.len(), |group| group.share(byte_lens))
 }

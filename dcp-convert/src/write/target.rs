@@ -17,7 +17,7 @@ use indexmap::IndexMap;
 use crate::error::ConvertError;
 use crate::group::JobGroup;
 use crate::integrity::checked_source::{CheckedSource, Verified};
-use crate::write::on_ranks::{gather_files, same_names, share_of, was_not_exchanged};
+use crate::write::on_ranks::{gather_files, share_of, was_not_exchanged};
 use crate::write::stored_data_source::CheckpointData;
 
 /// A file to write.
@@ -164,7 +164,7 @@ impl<'a> HfTarget<'a> {
         let folder = choose_folder(self.0, plan, how).await?;
         let plan = folder.plan();
         if let Some(group) = group {
-            same_names(group, plan.files.iter().map(|file| &file.name)).await?;
+            group.same_files(plan.files.iter().map(|file| &file.name)).await?;
         }
         let byte_len = |file: &HfFile| {
             let parts = file.parts.iter().filter_map(|at| plan.parts.get(*at));

@@ -24,11 +24,9 @@ pub trait CheckpointTarget: fmt::Debug + Send + Sync {
     /// read it.
     fn existing(&self, folder: &Folder<'_>, metadata: Option<&CheckpointMetadata>) -> Existing;
 
-    /// Whether the writer applies [`WriterOptions::compression`]; false by default. Jobs refuse to
-    /// compress what is written in other formats.
-    fn compresses(&self) -> bool {
-        false
-    }
+    /// Whether the writer applies [`WriterOptions::compression`]. Jobs refuse to compress what is
+    /// written in other formats.
+    fn compresses(&self) -> bool;
 
     /// The writer of a checkpoint in `storage`, for a job that has a place for everything that the
     /// format needs.

@@ -21,7 +21,7 @@ pub(super) struct CopyJob<'a> {
 
 /// A part of a job.
 enum Part<'a> {
-    Contiguous { source: Bytes, target: &'a mut [u8], streamed: bool },
+    Contiguous(Bytes, &'a mut [u8]),
     Runs(CopyJob<'a>),
 }
 
@@ -31,7 +31,7 @@ impl<'a> CopyJob<'a> {
         Self { view, memory, target }
     }
 
-    fn divide(self, streamed: bool, parts: &mut Vec<Part<'a>>) {
+    fn divide(self, parts: &mut Vec<Part<'a>>) {
         if !self.view.is_contiguous() {
             return parts.push(Part::Runs(self));
         }
@@ -39,17 +39,16 @@ impl<'a> CopyJob<'a> {
         let source = self.memory.slice(start..start + self.target.len());
         for (number, target) in self.target.chunks_mut(SEGMENT).enumerate() {
             let start = number * SEGMENT;
-            let source = source.slice(start..start + target.len());
-            parts.push(Part::Contiguous { source, target, streamed });
+            parts.push(Part::Contiguous(source.slice(start..start + target.len()), target));
         }
     }
 }
 
 impl Part<'_> {
-    fn copy(self) {
+    fn copy(self, streamed: bool) {
         match self {
-            Part::Contiguous { source, target, streamed: true } => copy_streaming(target, &source),
-            Part::Contiguous { source, target, .. } => target.copy_from_slice(&source),
+            Part::Contiguous(source, target) if streamed => copy_streaming(target, &source),
+            Part::Contiguous(source, target) => target.copy_from_slice(&source),
             Part::Runs(CopyJob { view, memory, target }) => {
                 let mut rest = target;
                 for run in view.runs() {
@@ -66,7 +65,7 @@ impl Part<'_> {
 pub(super) fn copy_all(jobs: Vec<CopyJob<'_>>, threads: usize) {
     let mut parts = Vec::new();
     let streamed = jobs.iter().map(|job| job.target.len()).sum::<usize>() >= STREAMED;
-    jobs.into_iter().for_each(|job| job.divide(streamed, &mut parts));
+    jobs.into_iter().for_each(|job| job.divide(&mut parts));
     let helpers = threads.min(parts.len()).saturating_sub(1);
     let small = parts.len() <= 1;
     let parts = Mutex::new(parts.into_iter());
@@ -74,7 +73,7 @@ pub(super) fn copy_all(jobs: Vec<CopyJob<'_>>, threads: usize) {
         loop {
             let part = parts.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some(part) = part else { return };
-            part.copy();
+            part.copy(streamed);
         }
     };
     if small || helpers == 0 {
@@ -87,4 +86,26 @@ pub(super) fn copy_all(jobs: Vec<CopyJob<'_>>, threads: usize) {
         }
         work();
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::{DType, Tensor};
+
+    use super::*;
+
+    #[test]
+    fn a_copy_past_the_caches_has_all_bytes_at_any_place() {
+        let len = STREAMED / 3 + 5;
+        let bytes: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
+        let tensor = Tensor::replicated(DType::UInt8, [len as u64], bytes.clone()).unwrap();
+        let view = tensor.shards()[0].view().unwrap().clone();
+        let memory = Bytes::from(bytes.clone());
+        let mut target = vec![0; 3 * len + 1];
+        let targets = target[1..].chunks_mut(len);
+        let jobs = targets.map(|target| CopyJob::new(view.clone(), memory.clone(), target));
+        copy_all(jobs.collect(), 2);
+        assert_eq!(target[0], 0);
+        assert!(target[1..].chunks(len).all(|copy| *copy == *bytes));
+    }
 }

@@ -25,7 +25,6 @@ use self::export_marks::{mark, marks, remove_all, unmark};
 use self::files::{Files, below, divide, is_exported};
 use self::replace::{Nowhere, Old};
 use self::writing::Writing;
-use self::written::same_files;
 use crate::rekeyed::{Origin, Shown};
 use crate::roots::{MODEL, OPTIM};
 
@@ -260,7 +259,7 @@ pub async fn unshard_checkpoint(
     let marks = if job.dry_run { Vec::new() } else { marks(&parts)? };
     if let Some(group) = group {
         // All have looked at the target.
-        same_files(group, &names).await?;
+        group.same_files(names.iter()).await?;
     }
     if is_coordinator {
         make_room(&**target, &marks, replaced.as_ref()).await?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use dcp_convert::ConversionReport;
 use dcp_convert::group::JobGroup;
 use dcp_core::wire::{MessageReader, MessageWriter};
-use dcp_core::{CheckpointError, CollectiveError, Key, PlanError};
+use dcp_core::{CheckpointError, PlanError};
 
 const MAGIC: [u8; 4] = *b"dcu1";
 
@@ -46,18 +46,6 @@ pub(super) async fn gather(
         all.extend(decode(message)?);
     }
     Ok(Some(all))
-}
-
-/// Refuses names of files that are not those of rank 0. Then all ranks have looked at the target.
-pub(super) async fn same_files(group: &JobGroup, names: &[Key]) -> Result<(), CheckpointError> {
-    let mut message = MessageWriter::new(MAGIC);
-    names.iter().for_each(|name| message.text(name.as_str()));
-    let mine = message.finish();
-    if group.broadcast(mine.clone()).await? == mine {
-        return Ok(());
-    }
-    let message = "it writes other files; give all ranks the same options".to_owned();
-    Err(CollectiveError::Mismatch { rank: 0, op: "the plan of an unshard", message }.into())
 }
 
 /// Waits until rank 0 has made room for the files.

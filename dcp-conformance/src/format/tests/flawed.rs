@@ -163,6 +163,10 @@ impl CheckpointTarget for FlawedFormat {
         }
     }
 
+    fn compresses(&self) -> bool {
+        DcpFormat.compresses()
+    }
+
     fn writer(
         &self,
         storage: Arc<dyn Storage>,

@@ -8,7 +8,7 @@ use dcp_core::{CheckpointError, PlanError};
 
 use crate::element::Element;
 use crate::element::compare::{Compared, Pair};
-use crate::group::{JobGroup, contiguous_share};
+use crate::group::JobGroup;
 
 const MAGIC: [u8; 4] = *b"dcd1";
 
@@ -24,31 +24,33 @@ pub(super) struct Extent {
 }
 
 impl Extent {
-    fn segments(&self) -> usize {
-        usize::try_from(self.count.div_ceil(self.step.max(1))).unwrap_or(usize::MAX)
+    fn byte_len(&self) -> u128 {
+        u128::from(self.count) * u128::from(self.element_bytes)
     }
 
-    fn byte_lens(self) -> impl Iterator<Item = u64> {
-        let elements = move |start: u64| self.step.min(self.count.saturating_sub(start));
-        let starts = (0..self.segments() as u64).map(move |at| at.saturating_mul(self.step));
-        starts.map(move |start| elements(start).saturating_mul(self.element_bytes))
+    /// The first element of the first segment that begins `bytes` from the beginning or later.
+    fn segment_from(&self, bytes: u128) -> u64 {
+        let segment = u128::from(self.step.max(1)) * u128::from(self.element_bytes.max(1));
+        let first = bytes.div_ceil(segment).saturating_mul(self.step.into());
+        u64::try_from(first).unwrap_or(u64::MAX).min(self.count)
     }
 }
 
 /// The elements of each of `extents` that `rank` of `world_size` compares: whole segments, about the
-/// same number of bytes on each rank.
+/// same number of bytes on each rank. An index may claim any number of elements, so that nothing here
+/// is done for each segment.
 pub(super) fn share(extents: &[Extent], rank: u32, world_size: u32) -> Vec<Range<u64>> {
-    let byte_lens: Vec<u64> = extents.iter().flat_map(|extent| extent.byte_lens()).collect();
-    let share = contiguous_share(&byte_lens, rank, world_size);
-    let mut before = 0;
+    let total = extents.iter().map(Extent::byte_len).fold(0, u128::saturating_add);
+    let ranks = u128::from(world_size.max(1));
+    // Without an overflow, of which the remainder is the smaller part.
+    let limit = |rank: u128| total / ranks * rank + total % ranks * rank / ranks;
+    let (first, last) = (limit(rank.into()), limit(u128::from(rank) + 1));
+    let mut before = 0_u128;
     let of_extent = |extent: &Extent| {
-        let segments = before..before + extent.segments();
-        before = segments.end;
-        let element = |at: usize| {
-            let segment = at.clamp(segments.start, segments.end) - segments.start;
-            extent.count.min(extent.step.saturating_mul(segment as u64))
-        };
-        element(share.start)..element(share.end)
+        let element = |limit: u128| extent.segment_from(limit.saturating_sub(before));
+        let own = element(first)..element(last);
+        before = before.saturating_add(extent.byte_len());
+        own
     };
     extents.iter().map(of_extent).collect()
 }
@@ -166,6 +168,17 @@ mod tests {
             }
             assert_eq!(next, extents.map(|extent| extent.count), "{world_size}");
         }
+    }
+
+    #[test]
+    fn an_index_that_claims_a_huge_tensor_is_divided_at_once() {
+        let huge = Extent { count: u64::MAX, step: 1, element_bytes: 16 };
+        let both = [huge, huge];
+        let shares: Vec<_> = (0..3).map(|rank| share(&both, rank, 3)).collect();
+        assert_eq!(shares[0], [0..shares[1][0].start, 0..0]);
+        assert_eq!(shares[1], [shares[1][0].start..u64::MAX, 0..shares[2][1].start]);
+        assert_eq!(shares[2], [u64::MAX..u64::MAX, shares[2][1].start..u64::MAX]);
+        assert!(shares[1][0].start.abs_diff(u64::MAX / 3 * 2) < 4, "{shares:?}");
     }
 
     /// What three segments of a tensor have, the second of which is equal.

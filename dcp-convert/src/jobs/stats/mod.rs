@@ -12,12 +12,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{CheckpointMetadata, DType, Dims, StorageReader};
+use dcp_core::{CheckpointError, CheckpointMetadata, DType, Dims, FormatError, StorageReader};
 use futures_util::{StreamExt, stream};
 use indexmap::IndexMap;
 
 use crate::error::ConvertError;
-use crate::group::{JobGroup, contiguous_share};
+use crate::group::JobGroup;
 use crate::integrity::check::refuse_unsound;
 use crate::integrity::checked_source::CheckedSource;
 use crate::job::JobOptions;
@@ -122,11 +122,23 @@ pub async fn stats(
     Ok(report)
 }
 
+/// The batches that are divided among ranks at most: 512 TiB with the default memory. An index may claim
+/// any number of elements.
+const BATCHES_MAX: usize = 1 << 24;
+
 /// The batches that this rank reads.
 fn share_of(group: &JobGroup, batches: Batches) -> Result<Range<usize>, ConvertError> {
     let byte_len = |batch: Vec<Piece>| batch.iter().map(|piece| piece.byte_len).sum();
-    let byte_lens = batches.map(|batch| batch.map(byte_len)).collect::<Result<Vec<u64>, _>>()?;
-    Ok(contiguous_share(&byte_lens, group.rank(), group.world_size()))
+    let byte_lens = batches.take(BATCHES_MAX + 1).map(|batch| batch.map(byte_len));
+    let byte_lens = byte_lens.collect::<Result<Vec<u64>, _>>()?;
+    if byte_lens.len() > BATCHES_MAX {
+        let problem = format!(
+            "its tensors claim more than {BATCHES_MAX} segments; if they are so long, \
+                               run with more memory, or with --single"
+        );
+        return Err(CheckpointError::from(FormatError::new("index", problem)).into());
+    }
+    Ok(group.share(&byte_lens))
 }
 
 /// The pieces of batches, in their order.

@@ -111,6 +111,10 @@ impl CheckpointTarget for ToyFormat {
         }
     }
 
+    fn compresses(&self) -> bool {
+        false
+    }
+
     fn writer(
         &self,
         storage: Arc<dyn Storage>,

@@ -178,7 +178,7 @@ fn a_stalled_request_has_reached_the_server() {
         client
             .write_all(b"PUT /bucket/k HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n\r\nx")
             .unwrap();
-        proxy.wait_for_stall();
+        assert!(proxy.wait_for_stall());
         assert_eq!(double.exchanges()[0].status, Some(200));
         assert_eq!(proxy.exchanges()[0].status, None);
         proxy.calm();

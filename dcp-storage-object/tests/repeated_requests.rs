@@ -106,7 +106,7 @@ fn requests_are_not_made_twice_unless_asked_for() {
     let (stalled, is_stalled) = oneshot::channel();
     let proxy = Arc::clone(&place.proxy);
     let waiting = spawn(move || {
-        proxy.wait_for_stall();
+        assert!(proxy.wait_for_stall());
         let _ = stalled.send(());
     });
     let key = key("object");

@@ -81,14 +81,21 @@ impl FaultProxy {
 
     /// Removes all rules, and stops seeded faults.
     pub fn calm(&self) {
-        *self.proxy.faults() = Faults::default();
+        let mut faults = self.proxy.faults();
+        *faults = Faults { calmed: faults.calmed + 1, ..Faults::default() };
+        drop(faults);
+        self.proxy.stalled.notify_all();
     }
 
-    /// Waits until a request is stalled, which the server has answered.
-    pub fn wait_for_stall(&self) {
+    /// Waits until a request is stalled, which the server has answered. False where
+    /// [`calm`](Self::calm) was called first, by which a test ends the wait when the client has ended.
+    #[must_use]
+    pub fn wait_for_stall(&self) -> bool {
         let faults = self.proxy.faults();
-        let is_free = |faults: &mut Faults| !faults.is_stalled;
-        drop(self.proxy.stalled.wait_while(faults, is_free));
+        let calmed = faults.calmed;
+        let is_free = |faults: &mut Faults| !faults.is_stalled && faults.calmed == calmed;
+        let faults = self.proxy.stalled.wait_while(faults, is_free);
+        faults.unwrap_or_else(PoisonError::into_inner).calmed == calmed
     }
 
     /// Every request since the start or since [`clear`](Self::clear), in order of arrival.
@@ -115,6 +122,8 @@ struct Faults {
     seeded: Option<SeededFaults>,
     /// Whether a request was stalled since the last [`FaultProxy::calm`].
     is_stalled: bool,
+    /// How often [`FaultProxy::calm`] was called.
+    calmed: u64,
 }
 
 impl Faults {
@@ -128,7 +137,7 @@ impl Faults {
 struct Proxy {
     upstream: String,
     faults: Mutex<Faults>,
-    /// Notified when a request is stalled.
+    /// Notified when a request is stalled, and when the proxy is calmed.
     stalled: Condvar,
     log: Log,
 }

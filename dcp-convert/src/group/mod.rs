@@ -2,7 +2,7 @@
 //! one.
 
 mod rounds;
-mod share;
+pub(crate) mod share;
 
 use std::fmt;
 use std::ops::Range;

@@ -1,6 +1,8 @@
 //! A process that is killed while it saves: this program, started again.
 
+use std::io;
 use std::process::{Command, Stdio};
+use std::thread;
 use std::time::Duration;
 
 use dcp_conformance::http::{FaultRule, HttpFault};
@@ -42,10 +44,18 @@ pub(crate) fn killed_saves(place: &Place) {
             .envs([(URL, url), (ENDPOINT, endpoint)])
             .env(STORE, store.name())
             .stdin(Stdio::null())
+            .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        place.proxy.wait_for_stall();
-        child.kill().unwrap();
+        let mut output = child.stdout.take().unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                io::copy(&mut output, &mut io::sink()).unwrap();
+                place.proxy.calm();
+            });
+            assert!(place.proxy.wait_for_stall(), "the save ended before request {request}");
+            child.kill().unwrap();
+        });
         child.wait().unwrap();
         place.proxy.calm();
 

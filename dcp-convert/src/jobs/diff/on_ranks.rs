@@ -28,11 +28,18 @@ impl Extent {
         u128::from(self.count) * u128::from(self.element_bytes)
     }
 
-    /// The first element of the first segment that begins `bytes` from the beginning or later.
+    /// The first element of the first segment whose middle is `bytes` from the beginning or later; a
+    /// segment is done where its middle is.
     fn segment_from(&self, bytes: u128) -> u64 {
-        let segment = u128::from(self.step.max(1)) * u128::from(self.element_bytes.max(1));
-        let first = bytes.div_ceil(segment).saturating_mul(self.step.into());
-        u64::try_from(first).unwrap_or(u64::MAX).min(self.count)
+        let step = self.step.max(1);
+        let byte_len = |elements: u64| u128::from(elements) * u128::from(self.element_bytes);
+        let (segment, whole) = (byte_len(step).max(1), self.count / step);
+        let first = bytes.saturating_sub(segment / 2).div_ceil(segment);
+        match u64::try_from(first) {
+            Ok(first) if first < whole => first * step,
+            _ if byte_len(whole * step) + byte_len(self.count % step) / 2 < bytes => self.count,
+            _ => whole * step,
+        }
     }
 }
 
@@ -44,7 +51,8 @@ pub(super) fn share(extents: &[Extent], rank: u32, world_size: u32) -> Vec<Range
     let ranks = u128::from(world_size.max(1));
     // Without an overflow, of which the remainder is the smaller part.
     let limit = |rank: u128| total / ranks * rank + total % ranks * rank / ranks;
-    let (first, last) = (limit(rank.into()), limit(u128::from(rank) + 1));
+    let first = limit(rank.into());
+    let last = if rank + 1 < world_size { limit(u128::from(rank) + 1) } else { u128::MAX };
     let mut before = 0_u128;
     let of_extent = |extent: &Extent| {
         let element = |limit: u128| extent.segment_from(limit.saturating_sub(before));
@@ -148,6 +156,7 @@ fn bad(problem: &str) -> PlanError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::group::share::contiguous_share;
 
     #[test]
     fn every_element_is_compared_by_one_rank() {
@@ -179,6 +188,28 @@ mod tests {
         assert_eq!(shares[1], [shares[1][0].start..u64::MAX, 0..shares[2][1].start]);
         assert_eq!(shares[2], [u64::MAX..u64::MAX, shares[2][1].start..u64::MAX]);
         assert!(shares[1][0].start.abs_diff(u64::MAX / 3 * 2) < 4, "{shares:?}");
+    }
+
+    #[test]
+    fn a_segment_is_compared_where_its_middle_is() {
+        for lens in [&[5][..], &[3, 3, 3, 3], &[4, 9, 1, 7], &[1, 1, 40, 2, 2]] {
+            for world_size in 1..6 {
+                let extents: Vec<_> = lens
+                    .iter()
+                    .map(|count| Extent { count: *count, step: 3, element_bytes: 2 })
+                    .collect();
+                let segments = lens.iter().flat_map(|count| {
+                    (0..*count).step_by(3).map(move |start| 2 * 3.min(count - start))
+                });
+                let segments: Vec<_> = segments.collect();
+                for rank in 0..world_size {
+                    let shares = share(&extents, rank, world_size);
+                    let own = shares.iter().map(|own| (own.end - own.start).div_ceil(3) as usize);
+                    let listed = contiguous_share(&segments, rank, world_size);
+                    assert_eq!(own.sum::<usize>(), listed.len(), "{lens:?} {rank}/{world_size}");
+                }
+            }
+        }
     }
 
     /// What three segments of a tensor have, the second of which is equal.

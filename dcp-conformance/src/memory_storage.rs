@@ -147,7 +147,7 @@ impl MemoryStorage {
     /// Takes the times of objects from `clock`, for tests in which it matters whether one object is
     /// older than another: the clock of a store may have whole seconds.
     #[must_use]
-    pub fn with_clock(mut self, clock: impl Fn() -> SystemTime + Send + Sync + 'static) -> Self {
+    pub fn clock(mut self, clock: impl Fn() -> SystemTime + Send + Sync + 'static) -> Self {
         self.clock = Arc::new(clock);
         self
     }

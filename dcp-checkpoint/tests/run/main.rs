@@ -226,7 +226,7 @@ async fn half_deleted() -> (Arc<dyn Storage>, Arc<AtomicU64>) {
         let seconds = Arc::new(AtomicU64::new(100));
         let clock = Arc::clone(&seconds);
         let time = move || UNIX_EPOCH + Duration::from_secs(clock.load(Ordering::Relaxed));
-        let memory = Arc::new(MemoryStorage::new().with_clock(time));
+        let memory = Arc::new(MemoryStorage::new().clock(time));
         (1..=3).for_each(|step| Framework::PyTorch.save(&*memory, step));
         seconds.store(200, Ordering::Relaxed);
         let dying = FaultStorage::new(memory.clone()).dying_after(died_at);

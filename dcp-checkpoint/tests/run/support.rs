@@ -113,7 +113,7 @@ impl Framework {
     pub(crate) fn run(self, steps: impl IntoIterator<Item = u64>) -> Arc<MemoryStorage> {
         let (started, written) = (SystemTime::now(), AtomicU64::new(0));
         let age = move || Duration::from_millis(written.fetch_add(1, Ordering::Relaxed));
-        let storage = MemoryStorage::new().with_clock(move || started + age());
+        let storage = MemoryStorage::new().clock(move || started + age());
         steps.into_iter().for_each(|step| self.save(&storage, step));
         Arc::new(storage)
     }

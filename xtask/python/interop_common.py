@@ -1,11 +1,13 @@
 """What both halves of `cargo xtask interop` share: ranks, layouts, the state that Rust saves, and a
 lossless JSON of Python objects. Works on every torch from 2.1 on."""
+import faulthandler
 import json
 import logging
 import math
 import os
 import socket
 import sys
+import time
 import warnings
 import zlib
 
@@ -48,22 +50,39 @@ def fqn_of(path):
 
 # ---- ranks ------------------------------------------------------------------------------------
 
+# Seconds, far more than the ranks of any script take.
+LIMIT = 300
 
-def _rank_main(rank, function, world, port, args):
+
+def _rank_main(rank, function, world, port, limit, args):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
+    # Shows where the rank hangs; the parent process ends it.
+    faulthandler.dump_traceback_later(limit)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     function(rank, world, *args)
     dist.barrier()
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def on_ranks(function, world, *args):
-    """Runs function(rank, world, *args) in `world` processes of one gloo group."""
+    """Runs function(rank, world, *args) in `world` processes of one gloo group.
+
+    After LIMIT seconds each rank that still runs prints the lines that it is in, and all end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(_rank_main, args=(function, world, port, args), nprocs=world, join=True)
+    arguments = (function, world, port, LIMIT, args)
+    ranks = mp.spawn(_rank_main, args=arguments, nprocs=world, join=False)
+    # Ranks count from when they have imported torch, and all have printed before one ends.
+    deadline = time.monotonic() + LIMIT + 60
+    while not ranks.join(timeout=max(0, deadline - time.monotonic())):
+        if time.monotonic() >= deadline:
+            running = [rank for rank, process in enumerate(ranks.processes) if process.is_alive()]
+            for process in ranks.processes:
+                process.kill()
+            sys.exit("FAILED: ranks %s of %d still run after %d s; their lines are above" % (running, world, LIMIT))
 
 
 # ---- tensors by formula -----------------------------------------------------------------------

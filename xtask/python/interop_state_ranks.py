@@ -1,10 +1,15 @@
 """interop_state_ranks.py: what each of several ranks holds of the state dicts of an FSDP2 model and
 its AdamW, by torch's helpers; dcp-state compares its own with it.
 
-    DIR RANKS    saves what model and optimizer give to DIR/raw, describes them in DIR/model.json,
-                 and saves to DIR/OPTIONS.RANK what get_state_dict gives to a rank with these
-                 options, and to DIR/set.RANK what the rank has after a broadcast of rank 0's
+    save DIR RANKS     saves what model and optimizer give to DIR/raw, describes them in
+                       DIR/model.json, and saves to DIR/OPTIONS.RANK what get_state_dict gives to a
+                       rank with these options, and to DIR/set.RANK what the rank has after a
+                       broadcast of rank 0's
+    check DIR RANKS    sets what Rust gathered on rank 0 and saved to DIR/ours on fresh models, by
+                       broadcasts of rank 0 and from whole state dicts of all ranks, and compares
+                       what each rank then has with the model that was gathered
 """
+import copy
 import json
 import os
 import sys
@@ -13,12 +18,13 @@ import interop_common as common
 import torch
 import torch.distributed.checkpoint as dcp
 from interop_common import DTensor
-from interop_state_dict import Net, describe
+from interop_state_dict import Net, compare, describe
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -27,6 +33,7 @@ LAYOUTS = [("nested", False), ("flat", True)]
 # What full_state_dict and cpu_offload make of the two.
 OPTIONS = {"sharded": (False, False), "offloaded": (False, True), "full": (True, False), "rank0": (True, True)}
 RANK0 = {"full_state_dict": True, "cpu_offload": True}
+BROADCAST = {"full_state_dict": True, "broadcast_from_rank0": True}
 
 
 def make(seed, world):
@@ -78,19 +85,37 @@ def keep(state, folder, name, rank):
     dcp.save({**held(state), **counts}, checkpoint_id=os.path.join(folder, f"{name}.{rank}"), no_dist=True)
 
 
+def set_together(model, optimizer, state, **options):
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=StateDictOptions(**options),
+    )
+    of_tuples(optimizer)
+
+
+def set_apart(model, optimizer, state, **options):
+    set_model_state_dict(model, state["model"], options=StateDictOptions(**options))
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=StateDictOptions(**options))
+    of_tuples(optimizer)
+
+
+def of_tuples(optimizer):
+    """set_state_dict (2.15) makes a list of the tuple."""
+    for group in optimizer.param_groups:
+        group["betas"] = tuple(group["betas"])
+
+
 def broadcast(state, rank, world):
     """A fresh model and optimizer that got the state of rank 0, in the nested layout: the flat one
-    is a KeyError on the other ranks of 2.15."""
+    is a KeyError in 2.15."""
     model, optimizer = make(2, world)
     if rank != 0:
         state = {"model": {}, "optimizer": {}}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     # set_state_dict (2.15) hangs: a rank with an empty state dict of the model sets the optimizer only.
-    set_model_state_dict(model, state["model"], options=options)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
-    for group in optimizer.param_groups:
-        # What is sent arrives as a list.
-        group["betas"] = tuple(group["betas"])
+    set_apart(model, optimizer, state, **BROADCAST)
     return model, optimizer
 
 
@@ -109,5 +134,27 @@ def save(rank, world, folder):
     keep(state_of(*fresh), folder, "set", rank)
 
 
+def check(rank, world, folder):
+    expected = held(state_of(*trained(world)))
+    # Of another model than those that are set: the state dict has buffers of the model itself.
+    whole = state_of(*make(3, world), full_state_dict=True)
+    untrained = torch.equal(whole["model"]["norm.running_mean"], torch.zeros(4))
+    assert untrained and len(whole["optimizer"]["state"]) > 0
+    dcp.load(whole, checkpoint_id=os.path.join(folder, "ours"), no_dist=True)
+
+    # Setting changes the state dict, so each takes a copy.
+    compare(held(state_of(*broadcast(copy.deepcopy(whole), rank, world))), expected, (rank, "broadcast"))
+    model, optimizer = make(4, world)
+    # A rank that passes its own state dict of the model receives rank 0's by set_state_dict, too.
+    state = copy.deepcopy(whole) if rank == 0 else {"model": model.state_dict(), "optimizer": {}}
+    set_together(model, optimizer, state, cpu_offload=True, **BROADCAST)
+    compare(held(state_of(model, optimizer)), expected, (rank, "broadcast, together"))
+    for offload in (False, True):
+        model, optimizer = make(5, world)
+        set_together(model, optimizer, copy.deepcopy(whole), full_state_dict=True, cpu_offload=offload)
+        compare(held(state_of(model, optimizer)), expected, (rank, "whole", offload))
+
+
 if __name__ == "__main__":
-    common.on_ranks(save, int(sys.argv[2]), sys.argv[1])
+    function = {"save": save, "check": check}[sys.argv[1]]
+    common.on_ranks(function, int(sys.argv[3]), sys.argv[2])

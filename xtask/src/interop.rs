@@ -249,8 +249,12 @@ impl Run<'_> {
         let folder = self.folder.join("state_ranks");
         std::fs::create_dir(&folder)?;
         println!("what 3 ranks hold of state dicts of torch, gathered, offloaded and broadcast");
-        run(self.script("interop_state_ranks.py").arg(&folder).arg("3"))?;
-        self.rust(3, |rust| rust.arg("state-ranks").arg(&folder))
+        let ranks =
+            |job: &str| run(self.script("interop_state_ranks.py").arg(job).arg(&folder).arg("3"));
+        ranks("save")?;
+        self.rust(3, |rust| rust.arg("state-ranks").arg(&folder))?;
+        println!("gathered by 3 ranks of Rust → set_state_dict of torch on 3 ranks");
+        ranks("check")
     }
 
     /// A model and its AdamW that a framework trained go on in PyTorch, and the reverse.

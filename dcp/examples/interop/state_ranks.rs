@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use dcp::core::value::Dict;
 use dcp::state::{StateDictOptions, set_state_dict};
-use dcp::{Collective, StateDict, Tensor, Value};
+use dcp::{Checkpointer, Collective, StateDict, Tensor, Value};
 use serde_json::Value as Json;
 
 use crate::Result;
 use crate::state_dict::{Adam, Module, compare, stored, whole_state};
 
 /// Compares what this rank holds of the state dicts of PyTorch's model with what PyTorch's rank does,
-/// and what it has after a broadcast of rank 0's.
+/// and what it has after a broadcast of rank 0's. Rank 0 saves what it gathered.
 pub(crate) async fn run(folder: &str, group: &Arc<dyn Collective>) -> Result {
     let path = |name: &str| format!("{folder}/{name}");
     let theirs = |name: &str| path(&format!("{name}.{}", group.rank()));
@@ -39,6 +39,10 @@ pub(crate) async fn run(folder: &str, group: &Arc<dyn Collective>) -> Result {
 
     let full = options.clone().full_state_dict(true);
     let gathered = whole_state(&module, &mut adam, &full.clone().cpu_offload(true)).await?;
+    if group.rank() == 0 {
+        // PyTorch loads it and sets it on ranks of its own.
+        Checkpointer::new().save(&gathered, path("ours")).await?;
+    }
     let part = |name: &str| -> StateDict {
         let dict = gathered.get(name).and_then(Value::as_dict).cloned().unwrap_or_default();
         dict.into_iter().collect()

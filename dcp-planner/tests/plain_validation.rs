@@ -95,6 +95,11 @@ proptest! {
         omitted in prop::collection::vec(any::<bool>(), 5),
     ) {
         let ranks = tensors[0].1.len();
+        // A tensor of the same shape that is divided alike, and one that may not be.
+        let (alike, mut other) = (tensors[0].clone(), tensors[0].clone());
+        other.1.rotate_left(1);
+        other.1[0].truncate(usize::from(omitted[0]));
+        let tensors: Vec<Held> = tensors.into_iter().chain([alike, other]).collect();
         let planner = DefaultSavePlanner::new();
         let mut locals = Vec::new();
         for rank in 0..ranks {

@@ -7,7 +7,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use crate::dims::checked_volume;
+use crate::dims::{Dims, checked_volume};
 use crate::error::PlanError;
 use crate::metadata::{ChunkTable, Entry, TensorEntry};
 use crate::overlap::find_overlap;
@@ -74,11 +74,18 @@ pub(super) fn check(
     planner: &str,
 ) -> Result<(), PlanError> {
     let mut stored = Vec::with_capacity(plan.metadata.len());
+    // Tensors of one shape mostly are divided alike.
+    let mut whole: HashMap<&Dims, &ChunkTable> = HashMap::new();
     for (fqn, entry) in plan.metadata.iter() {
         let Entry::Tensor(tensor) = entry else {
             stored.push(Stored::Whole);
             continue;
         };
+        let before = whole.get(&tensor.shape);
+        if before.is_some_and(|before| before.has_regions_of(&tensor.chunks)) {
+            stored.push(Stored::Whole);
+            continue;
+        }
         let rows = rows(&tensor.chunks);
         match find_overlap(&rows) {
             Ok(None) => {}
@@ -94,7 +101,10 @@ pub(super) fn check(
         }
         let expected = tensor.shape.checked_volume().map(u128::from);
         stored.push(match volume(&rows) {
-            found if Some(found) == expected && all_inside(tensor) => Stored::Whole,
+            found if Some(found) == expected && all_inside(tensor) => {
+                whole.insert(&tensor.shape, &tensor.chunks);
+                Stored::Whole
+            }
             found if locals.len() > 1 => {
                 let expected = expected.unwrap_or(u128::MAX);
                 return Err(PlanError::Lost {

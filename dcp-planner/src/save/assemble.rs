@@ -1,10 +1,11 @@
 //! From chosen rows to the plan of the whole save.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::metadata::{Entry, ObjectEntry, TensorEntry};
 use dcp_core::plan::{GlobalPlan, SelectedItem};
-use dcp_core::{CheckpointMetadata, PlanError};
+use dcp_core::{CheckpointMetadata, Dims, PlanError};
 
 use super::merge::{Merged, MergedKey, none_of};
 use crate::validate::check_chunks;
@@ -29,16 +30,26 @@ pub(super) fn assemble(
     let mut errors = Vec::new();
     let mut metadata = CheckpointMetadata::new();
     let mut entries = vec![NONE; merged.keys.len()];
+    // The last valid entry of a shape; most tensors of one shape are divided alike.
+    let mut valid: HashMap<&Dims, usize> = HashMap::new();
     for at in order {
         let (key, rows) = (&merged.keys[at], &writers[at]);
         let Some(entry) = entry(key, rows)? else { continue };
         if let (true, Entry::Tensor(tensor)) = (validate, &entry) {
-            let rank = |chunk: usize| rows.get(chunk).map(|row| key.origin(*row).rank);
-            check_chunks(key.fqn, &tensor.shape, &tensor.chunks, several, rank, &mut errors);
+            let before = valid.get(&tensor.shape).and_then(|before| metadata.at(*before));
+            let before = before.and_then(|(_, entry)| entry.as_tensor());
+            if !before.is_some_and(|before| before.chunks.has_regions_of(&tensor.chunks)) {
+                let rank = |chunk: usize| rows.get(chunk).map(|row| key.origin(*row).rank);
+                check_chunks(key.fqn, &tensor.shape, &tensor.chunks, several, rank, &mut errors);
+            }
         }
         let is_stored = !rows.is_empty() || has_no_elements(key);
         if is_stored {
-            entries[at] = metadata.insert(Arc::clone(key.fqn), entry) as u32;
+            let number = metadata.insert(Arc::clone(key.fqn), entry);
+            entries[at] = number as u32;
+            if let (true, Some(spec)) = (errors.is_empty(), key.spec) {
+                valid.insert(&spec.shape, number);
+            }
         }
     }
     none_of(errors)?;

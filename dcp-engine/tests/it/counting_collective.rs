@@ -1,4 +1,4 @@
-//! A group that counts bytes.
+//! A group that counts bytes, and damages one message.
 
 use std::sync::{Arc, Mutex};
 
@@ -10,11 +10,17 @@ use dcp_core::{Collective, CollectiveError};
 pub(crate) struct Counting {
     inner: Arc<dyn Collective>,
     calls: Mutex<Vec<(&'static str, usize)>>,
+    cut: Option<usize>,
 }
 
 impl Counting {
     pub(crate) fn new(inner: Arc<dyn Collective>) -> Self {
-        Self { inner, calls: Mutex::default() }
+        Self { inner, calls: Mutex::default(), cut: None }
+    }
+
+    /// Cuts the last byte off what this rank sends in call number `call`, a gather.
+    pub(crate) fn cut(self, call: usize) -> Self {
+        Self { cut: Some(call), ..self }
     }
 
     /// The calls since the last time, and their bytes.
@@ -37,8 +43,12 @@ impl Collective for Counting {
     }
 
     fn gather(&self, root: u32, mine: Bytes) -> Result<Option<Vec<Bytes>>, CollectiveError> {
-        self.note("gather", mine.len());
-        self.inner.gather(root, mine)
+        let len = match self.cut == Some(self.calls.lock().unwrap().len()) {
+            true => mine.len() - 1,
+            false => mine.len(),
+        };
+        self.note("gather", len);
+        self.inner.gather(root, mine.slice(..len))
     }
 
     fn scatter(&self, root: u32, all: Option<Vec<Bytes>>) -> Result<Bytes, CollectiveError> {

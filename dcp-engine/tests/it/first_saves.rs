@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use dcp_core::error::error_chain;
 use dcp_core::plan::{GlobalPlan, PlanContext, SavePlan, StateIndex};
 use dcp_core::planner::SavePlanner;
 use dcp_core::{Collective, DType, PlanError, Region, StateDict, Tensor};
@@ -11,7 +12,7 @@ use dcp_planner::DefaultSavePlanner;
 
 use crate::counting_collective::Counting;
 use crate::harness::{
-    block_on, counting, counting_whole, memory, on_ranks, on_tcp_ranks, rows, same,
+    block_on, counting, counting_whole, memory, on_ranks, on_tcp_ranks, rows, same, sample,
 };
 
 const TENSORS: u64 = 1000;
@@ -66,6 +67,25 @@ fn a_rank_with_rows_of_1000_items_plans_in_few_bytes() {
         assert!(offer + request <= 96, "{sizes:?}");
         assert!(*answer <= 64, "{sizes:?}");
         assert!(*places <= 128, "{sizes:?}");
+    }
+}
+
+#[test]
+fn a_damaged_plan_is_refused_on_all_ranks_by_the_name_of_its_rank() {
+    for damaged in [0, 2] {
+        let place = memory();
+        let errors = on_ranks(3, |rank, group| {
+            let group = Counting::new(group);
+            // After the offer and the request.
+            let group = if rank == damaged { group.cut(2) } else { group };
+            let saver = Saver::new().group(Arc::new(group));
+            let writer = DcpWriter::new(Arc::clone(&place));
+            let saved = block_on(saver.save(&sample(rank, 3, 1), &writer));
+            error_chain(&saved.unwrap_err())
+        });
+        for error in errors {
+            assert!(error.contains(&format!("the plan of rank {damaged}")), "{error}");
+        }
     }
 }
 

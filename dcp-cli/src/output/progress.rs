@@ -94,6 +94,20 @@ struct Count {
     next: Duration,
 }
 
+impl Count {
+    /// Counts what was done, and returns whether a line is due when this time has passed.
+    fn advance(&mut self, bytes: u64, passed: Duration) -> bool {
+        self.done = self.done.saturating_add(bytes);
+        // The end of the work has a line only if something was said before.
+        let ends = self.done >= self.total && self.next > FIRST_LINE;
+        let is_due = passed >= self.next || ends;
+        if is_due {
+            self.next = passed + LINES_APART;
+        }
+        is_due
+    }
+}
+
 impl JobProgress for Lines {
     fn start(&self, total_bytes: u64) {
         let mut count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
@@ -103,14 +117,10 @@ impl JobProgress for Lines {
 
     fn advance(&self, bytes: u64) {
         let mut count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
-        count.done = count.done.saturating_add(bytes);
         let passed = count.begun.elapsed();
-        // The end of the work has a line only if something was said before.
-        let ends = count.done >= count.total && count.next > FIRST_LINE;
-        if passed < count.next && !ends {
+        if !count.advance(bytes, passed) {
             return;
         }
-        count.next = passed + LINES_APART;
         let line = line(self.doing, count.done, count.total, passed);
         drop(count);
         // Best effort.
@@ -170,18 +180,16 @@ mod tests {
 
     #[test]
     fn short_work_has_no_line_and_lines_are_apart() {
-        let count = Count { begun: Instant::now(), done: 0, total: 0, next: FIRST_LINE };
-        let lines = Lines { doing: "writing", count: Mutex::new(count) };
-        lines.start(100);
-        lines.advance(40);
-        assert_eq!(lines.count.lock().unwrap().next, FIRST_LINE, "nothing was said");
-        lines.count.lock().unwrap().begun -= FIRST_LINE;
-        lines.advance(40);
-        let next = lines.count.lock().unwrap().next;
-        assert!(next >= FIRST_LINE + LINES_APART, "{next:?}");
-        lines.advance(10);
-        assert_eq!(lines.count.lock().unwrap().next, next, "it is too soon for another");
-        lines.advance(10);
-        assert!(lines.count.lock().unwrap().next > next, "the end is said");
+        let seconds = Duration::from_secs;
+        let count = || Count { begun: Instant::now(), done: 0, total: 100, next: FIRST_LINE };
+        let mut short = count();
+        assert!(!short.advance(40, seconds(0)));
+        assert!(!short.advance(60, seconds(1)), "work that is done has no line");
+        let mut long = count();
+        assert!(!long.advance(40, seconds(1)));
+        assert!(long.advance(20, seconds(2)));
+        assert!(!long.advance(10, seconds(11)), "it is too soon for another");
+        assert!(long.advance(10, seconds(12)));
+        assert!(long.advance(20, seconds(13)), "the end is said");
     }
 }

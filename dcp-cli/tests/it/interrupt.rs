@@ -21,10 +21,19 @@ const ENOUGH: Timespec = Timespec { tv_sec: 600, tv_nsec: 0 };
 /// A checkpoint of 64 GiB that takes no space: its end is a hole. Nobody is done with it before a
 /// signal comes.
 pub(crate) fn large(folder: &tempfile::TempDir) -> String {
+    hole(folder, 1 << 18)
+}
+
+/// Another of 4 TiB, which no machine has read before a check says how far it is.
+pub(crate) fn larger(folder: &tempfile::TempDir) -> String {
+    hole(folder, 1 << 24)
+}
+
+fn hole(folder: &tempfile::TempDir, columns: u64) -> String {
     let item = |name: &str| SafetensorsItem {
         name: name.into(),
         dtype: DType::Float32,
-        shape: [1 << 15, 1 << 18].into(),
+        shape: [1 << 15, columns].into(),
     };
     let encoded = encode_header(&[item("a"), item("b")], &Default::default()).unwrap();
     let path = path(folder, "large.safetensors");

@@ -7,7 +7,7 @@ use std::thread;
 
 use dcp_testing::{loopback, reserved_port};
 
-use crate::support::{Run, command, copy_of, dcp, finish, fixtures};
+use crate::support::{Run, command, copy_of, dcp, finish, fixtures, without_progress};
 
 /// Variables of launchers that the tests may be run under.
 const OTHERS: [&str; 10] = [
@@ -54,13 +54,9 @@ pub(crate) fn on_ranks_with(world_size: u32, args: impl Fn(u32) -> Vec<String>) 
     waits.into_iter().map(|wait| without_waits(finish(wait.join().unwrap()))).collect()
 }
 
-/// The run without what only a busy machine says: that a rank waits for others to start, and progress.
+/// The run without what a rank says where it waits for others to start.
 pub(crate) fn without_waits(mut run: Run) -> Run {
-    let is_progress = |line: &str| {
-        let after = line.split_once("ing: ").map(|(_, after)| after);
-        after.is_some_and(|after| after.starts_with(|first: char| first.is_ascii_digit()))
-    };
-    let says = |line: &&str| !line.contains(" waits for the other ") && !is_progress(line);
+    let says = |line: &&str| !line.contains(" waits for the other ");
     run.stderr = run.stderr.lines().filter(says).map(|line| format!("{line}\n")).collect();
     run
 }
@@ -192,7 +188,7 @@ impl Drop for Working {
 #[cfg(target_os = "linux")]
 fn rank_0_after(timeout: &str, harm: impl Fn(&mut Child)) -> Run {
     let folder = tempfile::tempdir().unwrap();
-    let checkpoint = crate::interrupt::large(&folder);
+    let checkpoint = crate::interrupt::larger(&folder);
     let (_reserved, port) = reserved_port();
     let start = |rank| {
         let mut command = of_rank(rank, 2, port);
@@ -211,9 +207,7 @@ fn rank_0_after(timeout: &str, harm: impl Fn(&mut Child)) -> Run {
     let mut stderr = String::new();
     said.read_to_string(&mut stderr).unwrap();
     let code = zero.0.wait().unwrap().code().unwrap();
-    let lines = stderr.lines().filter(|line| !line.starts_with("verifying: "));
-    let stderr = lines.map(|line| format!("{line}\n")).collect();
-    Run { code, stdout: String::new(), stderr }
+    Run { code, stdout: String::new(), stderr: without_progress(&stderr) }
 }
 
 #[cfg(target_os = "linux")]

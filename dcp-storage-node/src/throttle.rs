@@ -114,7 +114,8 @@ impl Drop for Turn {
         let mut held = self.0.held();
         held.uploads -= 1;
         if held.uploads == 0 {
-            held.lock = None;
+            // Explicitly: a forked child may hold the same lock by a descriptor of its own.
+            drop(held.lock.take().map(|lock| lock.unlock()));
         }
     }
 }
@@ -184,5 +185,29 @@ impl Upload for ThrottledUpload {
     async fn abort(self: Box<Self>) -> Result<(), StorageError> {
         let Self { inner, _turn } = *self;
         inner.abort().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_testing::block_on;
+
+    use super::*;
+
+    #[test]
+    fn a_child_that_was_forked_during_an_upload_does_not_go_on_holding_the_turn() {
+        let folder = tempfile::tempdir().unwrap();
+        let open = || {
+            let mut slots = UploadSlots::open(folder.path().join("slots"), 1).unwrap();
+            Arc::get_mut(&mut slots.0).unwrap().patience = Duration::ZERO;
+            slots
+        };
+        let mine = block_on(open().turn());
+        // What a child has that is forked now.
+        let inherited = mine.0.held().lock.as_ref().unwrap().try_clone().unwrap();
+        assert!(open().0.wait().is_none());
+        drop(mine);
+        assert!(open().0.wait().is_some());
+        drop(inherited);
     }
 }

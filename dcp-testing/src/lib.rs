@@ -17,7 +17,7 @@ pub use crash::{Crashes, Disk, Loss, OnDisk, put_disk};
 pub use device::{FakeDevice, Traffic};
 pub use folders::{copy_folder, fixture, fixtures};
 pub use loopback::{listener, loopback, reserved_port};
-pub use ranks::{on_boxed_ranks, on_each, on_ranks};
+pub use ranks::{on_boxed_ranks, on_each, on_ranks, with_growing_deadline};
 pub use stored::{get, in_memory, key, memory, names, put, put_folder};
 pub use torture::{Tortured, torture_seeds};
 

@@ -1,5 +1,6 @@
 //! Ranks as threads of this process.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -44,4 +45,20 @@ pub fn on_boxed_ranks<T: Send>(
 ) -> Vec<T> {
     let group = LocalGroup::new(n).deadline(PATIENT).build();
     on_each(group, |collective| main(collective.rank(), Box::new(collective)))
+}
+
+/// Runs a test that waits until a deadline is over. On a busy machine a short one can be over too
+/// soon, so a test that fails runs again with longer ones.
+///
+/// # Panics
+///
+/// When the test does with a deadline that is long on any machine.
+pub fn with_growing_deadline(first: Duration, test: impl Fn(Duration)) {
+    let mut deadline = first;
+    while let Err(panic) = catch_unwind(AssertUnwindSafe(|| test(deadline))) {
+        if deadline > Duration::from_secs(30) {
+            resume_unwind(panic);
+        }
+        deadline *= 8;
+    }
 }

@@ -477,16 +477,15 @@ mod tests {
         let (here, mut there) = narrow();
         let here: Arc<dyn Channel> = Arc::new(Socket::new(here));
         let neighbor = Neighbor { rank: 1, is_parent: false, channel: Arc::clone(&here) };
-        let deadline = Duration::from_secs(60);
-        let group = Group::new(0, 0, 2, deadline, Default::default(), vec![neighbor]);
+        let group = Group::new(0, 0, 2, ENOUGH, Default::default(), vec![neighbor]);
         let poison = thread::scope(|scope| {
             scope.spawn(|| group.listen(1, &*here));
             let begun = Instant::now();
-            while group.poison().is_none() && begun.elapsed() < deadline / 6 {
+            while group.poison().is_none() && begun.elapsed() < ENOUGH {
                 group.tell_all(&Control::Waiting { who: 0, seq: 0, on: 1 }, None);
             }
             let poison = group.poison();
-            there.set_read_timeout(Some(deadline / 6)).unwrap();
+            there.set_read_timeout(Some(ENOUGH)).unwrap();
             let end = there.read_to_end(&mut Vec::new());
             group.close();
             drop(there);

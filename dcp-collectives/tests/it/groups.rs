@@ -1,6 +1,5 @@
 //! Groups over loopback sockets, with threads as ranks.
 
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 use std::time::Duration;
 
@@ -10,16 +9,9 @@ pub(crate) use dcp_testing::{listener, loopback, reserved_port};
 /// Long enough for a busy machine.
 pub(crate) const PATIENT: Duration = Duration::from_secs(120);
 
-/// Runs a test that waits until a deadline is over. On a busy machine a short one can be over too
-/// soon, so a test that fails runs again with longer ones.
+/// Runs a test that waits until a deadline is over.
 pub(crate) fn with_growing_deadline(test: impl Fn(Duration)) {
-    let mut deadline = Duration::from_secs(1);
-    while let Err(panic) = catch_unwind(AssertUnwindSafe(|| test(deadline))) {
-        if deadline > Duration::from_secs(30) {
-            resume_unwind(panic);
-        }
-        deadline *= 8;
-    }
+    dcp_testing::with_growing_deadline(Duration::from_secs(1), test);
 }
 
 pub(crate) fn config(rank: u32, world_size: u32, port: u16) -> TcpConfig {

@@ -185,6 +185,34 @@ impl CacheFolder {
 
 /// The right to fetch a block. It ends when it is dropped.
 #[derive(Debug)]
-pub(crate) struct FetchLock(
-    #[expect(dead_code, reason = "closing the file unlocks it")] Option<File>,
-);
+pub(crate) struct FetchLock(Option<File>);
+
+impl Drop for FetchLock {
+    fn drop(&mut self) {
+        // Explicitly: a forked child may hold the same lock by a descriptor of its own.
+        drop(self.0.take().map(|file| file.unlock()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::Key;
+    use dcp_core::storage::Version;
+
+    use super::*;
+
+    #[test]
+    fn a_child_that_was_forked_during_a_fetch_does_not_go_on_holding_the_lock() {
+        let folder = tempfile::tempdir().unwrap();
+        let open = || CacheFolder::new(folder.path()).patience(Duration::ZERO).open().unwrap();
+        let (key, version) = (Key::new("object").unwrap(), Version::new("1"));
+        let name = BlockName::new("memory://bucket", &key, &version, 100, 0);
+        let mine = open().lock(&name);
+        // What a child has that is forked now.
+        let inherited = mine.0.as_ref().unwrap().try_clone().unwrap();
+        assert!(open().lock(&name).0.is_none());
+        drop(mine);
+        assert!(open().lock(&name).0.is_some());
+        drop(inherited);
+    }
+}

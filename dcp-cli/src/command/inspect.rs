@@ -14,7 +14,7 @@ use crate::session::Session;
 /// Show what a checkpoint holds.
 ///
 /// Prints the tree of its tensors and objects with dtype, shape, bytes and number of shards, and
-/// its files. No tensor data is read, so it is quick however large the checkpoint is.
+/// its files, and what dcp noted when it saved the checkpoint. No tensor data is read, so it is quick however large the checkpoint is.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
 Examples:
@@ -27,7 +27,7 @@ Examples:
 
 JSON:
   {\"format\": …, \"keys\": {FQN: KEY, …}, \"files\": {NAME: BYTES, …}, \"callables\": [CALLABLE, …],
-   \"unfinished\": [TEXT, …]}
+   \"unfinished\": [TEXT, …], \"sidecar\": SIDECAR}
   KEY is {\"kind\": \"tensor\", \"dtype\", \"shape\", \"bytes\",
           \"chunks\": [{\"offsets\", \"sizes\", \"file\", \"byte_offset\", \"byte_len\"}, …],
           \"device\": where torch.load puts it, if not on the CPU}
@@ -35,6 +35,10 @@ JSON:
   CALLABLE is {\"key\", \"path\", \"name\", \"dangerous\"}: what Python runs when it loads that object,
   and is not known to be harmless; `dangerous` ones are known to run commands or code. The last two
   are left out where there are none; \"unfinished\" says what is missing of a Hugging Face model.
+  SIDECAR is {\"state\": \"found\", \"tool\", \"world_size\", \"mesh\": {NAME: SIZE, …}, \"step\",
+  \"parent_step\", \"checksums\": {\"covered\", \"of\"}, \"digests\": {\"covered\", \"of\"}}: what a save of
+  dcp noted, and the chunks and objects with a CRC-32 and files with a SHA-256; or the state is
+  \"absent\", as of PyTorch's saves, or \"damaged\", with the \"problem\". Only folders of `.metadata` have it.
   dtypes have PyTorch's names without `torch.`; the bytes of a missing file are null.
   Of Megatron-Core's checkpoints there is \"megatron\", too: \"format\", \"written_by\", \"read_by\",
   \"iteration\", \"parallel\", \"layers\", \"optimizer\", \"objects\", …; --common and --args print

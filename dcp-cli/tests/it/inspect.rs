@@ -27,7 +27,8 @@ fn every_fixture_is_shown_as_its_metadata_says() {
 
 fn compare(fixture: &str, found: &Value, expected: &Value) {
     let fields: Vec<_> = found.as_object().unwrap().keys().collect();
-    assert_eq!(fields, ["format", "keys", "files"], "{fixture}");
+    assert_eq!(fields, ["format", "keys", "files", "sidecar"], "{fixture}");
+    assert_eq!(found["sidecar"], json!({"state": "absent"}), "{fixture}");
     assert_eq!(found["format"], "torch_dcp");
     let keys = found["keys"].as_object().unwrap();
     let entries = expected["state_dict_metadata"].as_array().unwrap();

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use dcp::formats::dcp::{DcpWriter, Sidecar};
 use dcp::{Checkpointer, DType, StateDict, Tensor};
+use serde_json::json;
 
 use crate::support::{dcp, path};
 
@@ -32,6 +33,48 @@ fn sidecar(place: &str) -> (String, Sidecar) {
     let index: u32 = u32::from_str_radix(&name[".dcp-".len()..][..8], 16).unwrap();
     let sidecar = Sidecar::decode(&read(&name), index).unwrap();
     (name, sidecar)
+}
+
+/// The line of `dcp inspect` about the sidecar, which follows the name and the summary.
+fn shown(place: &str) -> String {
+    let tree = dcp(["inspect", place]).ok();
+    tree.lines().nth(2).unwrap().to_owned()
+}
+
+#[test]
+fn inspect_shows_what_the_save_noted() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = path(&folder, "source");
+    saved(&source, 20);
+    let tool = concat!("dcp-formats ", env!("CARGO_PKG_VERSION"));
+    let noted = "1 rank (dp=2 tp=4) · step 20 after 10 · CRC-32 of 2 items";
+    assert_eq!(shown(&source), format!("sidecar of {tool} · {noted}"));
+    let json = dcp(["inspect", &source, "--json"]).json();
+    let expected = json!({
+        "state": "found", "tool": tool, "world_size": 1, "mesh": {"dp": 2, "tp": 4}, "step": 20,
+        "parent_step": 10, "checksums": {"covered": 2, "of": 2}, "digests": {"covered": 0, "of": 1},
+    });
+    assert_eq!(json["sidecar"], expected);
+
+    let file = Path::new(&source).join(sidecar(&source).0);
+    fs::write(&file, "no sidecar").unwrap();
+    assert!(shown(&source).starts_with("sidecar cannot be read: "), "{}", shown(&source));
+    assert_eq!(dcp(["inspect", &source, "--json"]).json()["sidecar"]["state"], "damaged");
+    fs::remove_file(&file).unwrap();
+    assert_eq!(shown(&source), "no sidecar of dcp");
+    let absent = dcp(["inspect", &source, "--json"]).json();
+    assert_eq!(absent["sidecar"], json!({"state": "absent"}));
+}
+
+/// The formats without sidecars say nothing of one.
+#[test]
+fn inspect_names_no_sidecar_where_a_format_has_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let [source, file] = ["source", "weights.safetensors"].map(|name| path(&folder, name));
+    saved(&source, 20);
+    dcp(["convert", &source, &file]).ok();
+    assert!(!dcp(["inspect", &file]).ok().contains("sidecar"));
+    assert!(dcp(["inspect", &file, "--json"]).json().get("sidecar").is_none());
 }
 
 #[test]

@@ -16,6 +16,7 @@ use crate::element::value_json::{JsonLimits, ValueEncoder};
 use crate::foreign_callable::ForeignCallable;
 use crate::integrity::callables;
 use crate::job::JobOptions;
+pub use crate::jobs::sidecar_summary::{Coverage, SidecarFacts, SidecarSummary};
 use crate::read::objects::{ObjectBatches, object_entries};
 use crate::source::Source;
 
@@ -35,6 +36,9 @@ pub struct Summary {
     /// Evidence that a Hugging Face model is incomplete or that its writer died.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub unfinished: Vec<String>,
+    /// The sidecar, for formats that have one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sidecar: Option<SidecarSummary>,
     /// The version that the format claims.
     #[serde(skip)]
     pub version: Option<Arc<str>>,
@@ -141,6 +145,7 @@ pub async fn inspect(
         files: IndexMap::new(),
         unfinished: facts.unfinished,
         callables: Vec::new(),
+        sidecar: SidecarSummary::of(source).await?,
         version: provenance.version.clone(),
         paths: IndexMap::new(),
     };

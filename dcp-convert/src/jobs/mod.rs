@@ -5,5 +5,6 @@ pub mod diff;
 pub mod get;
 pub mod inspect;
 pub mod report;
+mod sidecar_summary;
 pub mod stats;
 pub mod verify;

@@ -10,7 +10,9 @@ use dcp_convert::jobs::get::{Found, FoundTensor};
 use dcp_convert::{
     ConvertError, JobOptions, Source, Target, find, reshard, to_safetensors, verify,
 };
-use dcp_core::format::{CheckpointAudit, ChunkChecksum, Findings, IndexFacts, RecordAudit};
+use dcp_core::format::{
+    CheckpointAudit, ChunkChecksum, Findings, IndexFacts, RecordAudit, SaveRecord,
+};
 use dcp_core::storage::{ObjectMeta, PutMode, StorageExt};
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, Key, Payload, Storage, StorageError};
 use dcp_formats::dcp::DcpWriter;
@@ -288,8 +290,8 @@ impl CheckpointAudit for Checksums {
         Ok(IndexFacts::default())
     }
 
-    async fn provenance(&self) -> Result<Vec<(&'static str, String)>, CheckpointError> {
-        Ok(Vec::new())
+    async fn save_record(&self) -> Result<Option<SaveRecord>, CheckpointError> {
+        Ok(None)
     }
 
     fn records(&self) -> Option<&dyn RecordAudit> {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
+use super::save_record::SaveRecord;
 use crate::error::CheckpointError;
 use crate::key::Key;
 use crate::metadata::CheckpointMetadata;
@@ -44,13 +45,13 @@ pub trait CheckpointAudit: fmt::Debug + Send + Sync + 'static {
     /// When the index cannot be read.
     async fn index_facts(&self) -> Result<IndexFacts, CheckpointError>;
 
-    /// The program that wrote the checkpoint, as far as the format records it: labels and texts for
-    /// people.
+    /// What the save noted besides the index: the program, its ranks and steps, and how much of the
+    /// checkpoint has checksums. `None` for a format whose saves note nothing. No tensor is read.
     ///
     /// # Errors
     ///
-    /// When the storage fails. What cannot be read is left out.
-    async fn provenance(&self) -> Result<Vec<(&'static str, String)>, CheckpointError>;
+    /// When the storage fails. A record that cannot be read is [`SaveRecord::Damaged`].
+    async fn save_record(&self) -> Result<Option<SaveRecord>, CheckpointError>;
 
     /// The checks of stored records, for a format that has records.
     fn records(&self) -> Option<&dyn RecordAudit>;

@@ -11,6 +11,7 @@ mod listing;
 mod opened;
 mod recognized;
 mod registry;
+mod save_record;
 mod subfolder;
 mod target;
 mod wanted_keys;
@@ -33,6 +34,7 @@ pub use recognized::{
     Evidence, Examined, FormatInfo, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
 pub use registry::{FolderMatch, FormatRegistry, natural};
+pub use save_record::{SaveFacts, SaveRecord};
 pub use subfolder::Subfolder;
 pub use target::{CheckpointTarget, Compression, Existing, Occupant, OccupantRun, WriterOptions};
 pub use wanted_keys::WantedKeys;

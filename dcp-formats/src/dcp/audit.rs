@@ -1,16 +1,20 @@
 //! Checks of a DCP checkpoint besides those of tensors and objects.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::format::{
     CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, IndexFacts, RecordAudit,
+    SaveFacts, SaveRecord,
 };
+use dcp_core::metadata::{Entry, Placement};
 use dcp_core::storage::ObjectMeta;
 use dcp_core::{CheckpointError, CheckpointMetadata, StorageErrorKind, StorageReader as _};
 
 use super::names::METADATA;
 use super::reader::DcpReader;
+use super::sidecar::{Sidecar, SidecarFile};
 use crate::leftovers::Leftovers;
 use crate::safetensors::INDEX_ENDING;
 
@@ -58,6 +62,36 @@ impl DcpReader {
     }
 }
 
+/// What the sidecar says, and how much of the opened checkpoint it covers.
+fn save_facts(sidecar: Sidecar, metadata: &CheckpointMetadata) -> SaveFacts {
+    let mut facts = SaveFacts::default();
+    let by_name: HashMap<&str, &SidecarFile> =
+        sidecar.files.iter().map(|file| (&*file.name, file)).collect();
+    let of_file: Vec<Option<&SidecarFile>> =
+        metadata.files().iter().map(|key| by_name.get(key.as_str()).copied()).collect();
+    let mut count = |placement: Placement| {
+        let file = of_file.get(placement.file.index()).copied().flatten();
+        let crc32 = file.and_then(|file| file.chunks.at(placement.byte_offset));
+        facts.items_with_checksum += u64::from(crc32.is_some());
+        facts.items += 1;
+    };
+    for (_, entry) in metadata.iter() {
+        match entry {
+            Entry::Tensor(tensor) => {
+                tensor.chunks.iter().filter_map(|chunk| chunk.placement).for_each(&mut count);
+            }
+            Entry::Object(object) => object.placement.into_iter().for_each(&mut count),
+            _ => {}
+        }
+    }
+    facts.files = of_file.len() as u64;
+    let has_digest = |file: &&Option<&SidecarFile>| file.is_some_and(|file| file.sha256.is_some());
+    facts.files_with_digest = of_file.iter().filter(has_digest).count() as u64;
+    (facts.tool, facts.world_size, facts.mesh) = (sidecar.tool, sidecar.world_size, sidecar.mesh);
+    (facts.step, facts.parent_step) = (sidecar.step, sidecar.parent_step);
+    facts
+}
+
 #[async_trait]
 impl CheckpointAudit for DcpReader {
     async fn findings(&self) -> Result<Findings, CheckpointError> {
@@ -93,24 +127,17 @@ impl CheckpointAudit for DcpReader {
         Ok(facts)
     }
 
-    async fn provenance(&self) -> Result<Vec<(&'static str, String)>, CheckpointError> {
+    async fn save_record(&self) -> Result<Option<SaveRecord>, CheckpointError> {
         let sidecar = match self.sidecar().await {
-            Err(CheckpointError::Format(_)) => None,
-            sidecar => sidecar?,
-        };
-        Ok(sidecar.map_or_else(Vec::new, |sidecar| {
-            let items: usize = sidecar.files.iter().map(|file| file.chunks.len()).sum();
-            let mut facts =
-                vec![("Written by", sidecar.tool), ("World size", sidecar.world_size.to_string())];
-            if !sidecar.mesh.is_empty() {
-                let mesh = sidecar.mesh.iter().map(|(name, size)| format!("{name}={size}"));
-                facts.push(("Mesh", mesh.collect::<Vec<_>>().join(" ")));
+            Ok(Some(sidecar)) => sidecar,
+            Ok(None) => return Ok(Some(SaveRecord::Absent)),
+            Err(CheckpointError::Format(error)) => {
+                return Ok(Some(SaveRecord::Damaged(error.to_string())));
             }
-            facts.extend(sidecar.step.map(|step| ("Step", step.to_string())));
-            facts.extend(sidecar.parent_step.map(|step| ("Parent step", step.to_string())));
-            facts.push(("Sidecar", format!("checksums of {items} items")));
-            facts
-        }))
+            Err(error) => return Err(error),
+        };
+        let facts = save_facts(sidecar, &*self.metadata().await?);
+        Ok(Some(SaveRecord::Found(facts)))
     }
 
     fn records(&self) -> Option<&dyn RecordAudit> {

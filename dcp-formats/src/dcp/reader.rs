@@ -100,7 +100,8 @@ impl DcpReader {
     ///
     /// As [`StorageReader::metadata`], and when the sidecar is damaged.
     pub async fn sidecar(&self) -> Result<Option<Sidecar>, CheckpointError> {
-        match self.index().await?.crc32 {
+        let index = self.index().await?;
+        match index.crc32.filter(|_| index.has_sidecar) {
             Some(crc32) => read_sidecar(&*self.storage, crc32).await,
             None => Ok(None),
         }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_core::format::{
     CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, IndexFacts, RecordAudit,
+    SaveRecord,
 };
 use dcp_core::storage::ObjectMeta;
 use dcp_core::{CheckpointError, CheckpointMetadata, StorageReader as _};
@@ -71,8 +72,8 @@ impl CheckpointAudit for HfReader {
         Ok(facts)
     }
 
-    async fn provenance(&self) -> Result<Vec<(&'static str, String)>, CheckpointError> {
-        Ok(Vec::new())
+    async fn save_record(&self) -> Result<Option<SaveRecord>, CheckpointError> {
+        Ok(None)
     }
 
     fn records(&self) -> Option<&dyn RecordAudit> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_core::format::{
     CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, IndexFacts, RecordAudit,
-    RecordLimits, StoredRecord,
+    RecordLimits, SaveRecord, StoredRecord,
 };
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError};
@@ -87,8 +87,8 @@ impl CheckpointAudit for TorchSaveReader {
         Ok(facts)
     }
 
-    async fn provenance(&self) -> Result<Vec<(&'static str, String)>, CheckpointError> {
-        Ok(Vec::new())
+    async fn save_record(&self) -> Result<Option<SaveRecord>, CheckpointError> {
+        Ok(None)
     }
 
     fn records(&self) -> Option<&dyn RecordAudit> {

@@ -64,6 +64,9 @@ fn title(uri: &str, summary: &Summary, out: &Output) -> String {
             _ => lines.push(part),
         }
     }
+    if let Some(sidecar) = &summary.sidecar {
+        lines.push(printable(&sidecar.to_string()));
+    }
     let lines: Vec<_> = lines.iter().map(|line| out.style.dim(line)).collect();
     format!("{}\n{}\n\n", out.style.bold(&printable(uri)), lines.join("\n"))
 }

@@ -11,7 +11,7 @@ use dcp_core::format::{
     CheckpointAudit, CheckpointFormat, CheckpointTarget, ChunkChecksum, Evidence, Examined,
     Existing, Findings, Folder, FormatInfo, FoundKind, FoundProblem, IndexFacts, Occupant,
     OpenOptions, OpenedCheckpoint, Peek, Place, Recognized, RecordAudit, RecordLimits,
-    RunSelection, RunTracker, StoredRecord, UnfinishedSave, WriterOptions,
+    RunSelection, RunTracker, SaveRecord, StoredRecord, UnfinishedSave, WriterOptions,
 };
 use dcp_core::plan::{GlobalPlan, LoadPlan, ReadItem, ReadKind, SavePlan, WritePlan};
 use dcp_core::storage::{PutMode, StorageExt as _};
@@ -209,8 +209,8 @@ impl CheckpointAudit for FlawedAudit {
         Ok(IndexFacts::default())
     }
 
-    async fn provenance(&self) -> Result<Vec<(&'static str, String)>, CheckpointError> {
-        Ok(Vec::new())
+    async fn save_record(&self) -> Result<Option<SaveRecord>, CheckpointError> {
+        Ok(None)
     }
 
     fn records(&self) -> Option<&dyn RecordAudit> {

@@ -353,6 +353,7 @@ mod tests {
         Summary {
             unfinished: Vec::new(),
             callables: Vec::new(),
+            sidecar: None,
             format: "torch_dcp".to_owned(),
             keys: keys.into_iter().map(|(name, key)| (name.into(), key)).collect(),
             files: files.iter().map(|(name, len)| ((*name).to_owned(), *len)).collect(),

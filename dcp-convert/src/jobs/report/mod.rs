@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde_json::Value as Json;
 
 use crate::job::JobOptions;
-use crate::jobs::inspect::{Summary, inspect};
+use crate::jobs::inspect::{SidecarSummary, Summary, inspect};
 use crate::source::Source;
 
 pub use numbers::{NonFinite, Numbers};
@@ -308,10 +308,8 @@ pub async fn report(
     known("Version", text(&metadata.provenance().version));
     known("First saved to", text(&metadata.provenance().checkpoint_id));
     known("Save id", text(&metadata.provenance().save_id));
-    if let Some(audit) = source.audit() {
-        for (label, text) in audit.provenance().await? {
-            known(label, Some(text));
-        }
+    for (label, text) in summary.sidecar.iter().flat_map(SidecarSummary::labelled) {
+        known(label, Some(text));
     }
     Ok(report)
 }

@@ -128,6 +128,7 @@ mod tests {
         let summary = Summary {
             unfinished: Vec::new(),
             callables: Vec::new(),
+            sidecar: None,
             format: hostile.to_owned(),
             keys: IndexMap::from([(
                 hostile.into(),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_core::format::{
     CheckpointAudit, ChunkChecksum, Findings, FoundProblem, IndexFacts, RecordAudit, RecordLimits,
-    StoredRecord,
+    SaveRecord, StoredRecord,
 };
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, StorageReader};
@@ -39,8 +39,8 @@ impl CheckpointAudit for ToyReader {
         Ok(IndexFacts::default())
     }
 
-    async fn provenance(&self) -> Result<Vec<(&'static str, String)>, CheckpointError> {
-        Ok(Vec::new())
+    async fn save_record(&self) -> Result<Option<SaveRecord>, CheckpointError> {
+        Ok(None)
     }
 
     fn records(&self) -> Option<&dyn RecordAudit> {

@@ -2,7 +2,7 @@
 //!
 //! Seconds depend on the machine and on its other work. A ratio is the seconds of the limit (plain
 //! system calls, a copy of memory, `cp`) by ours, so it depends on both much less.
-//! [`bench_rows`](crate::bench_rows) measures; this module compares with the committed ratios.
+//! [`crate::bench_rows`] measures; this module compares with the committed ratios.
 
 use std::fmt;
 use std::path::PathBuf;

@@ -232,12 +232,15 @@ pub async fn unshard_checkpoint(
     let parts: Vec<Part> = parts.collect();
     let indexes: Vec<Key> = parts.iter().filter_map(|part| part.files.index.clone()).collect();
     let names: Vec<Key> = parts.iter().flat_map(Part::keys).cloned().collect();
-    // A file alone is replaced at once, by rank 0.
-    let alone = group.is_some() && names.len() == 1;
-    let group = group.filter(|_| !alone);
-    if alone && !is_coordinator {
-        return Ok(report);
+    // A file alone is written by rank 0, when all have looked at the target.
+    let alone = group.filter(|_| names.len() == 1);
+    if let Some(group) = alone {
+        group.same_files(names.iter()).await?;
+        if !is_coordinator {
+            return Ok(report);
+        }
     }
+    let group = group.filter(|_| alone.is_none());
     if let Some(progress) = &job.progress {
         progress.start(if replaced.is_some() { total.saturating_mul(2) } else { total });
         if let Some(group) = &job.group {
@@ -258,7 +261,7 @@ pub async fn unshard_checkpoint(
     }
     let marks = if job.dry_run { Vec::new() } else { marks(&parts)? };
     if let Some(group) = group {
-        // All have looked at the target.
+        // All have looked at the target, and read what replaces it.
         group.same_files(names.iter()).await?;
     }
     if is_coordinator {

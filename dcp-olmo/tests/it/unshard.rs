@@ -2,14 +2,17 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
+use std::pin::pin;
 use std::sync::Arc;
 
+use dcp_collectives::LocalGroup;
 use dcp_conformance::{Fault, FaultStorage};
+use dcp_convert::group::JobGroup;
 use dcp_convert::{ConvertError, JobOptions, Source};
 use dcp_core::storage::StorageExt;
 use dcp_core::{Storage, StorageErrorKind, Value};
 use dcp_olmo::{UnshardFormat, UnshardOptions, UnshardReport, UnshardStrategy, unshard_checkpoint};
-use futures_util::StreamExt;
+use futures_util::{FutureExt, StreamExt};
 use serde_json::Value as Json;
 
 use crate::support::{
@@ -299,4 +302,28 @@ fn a_dry_run_tells_what_would_be_written() {
         let done = unshard(FLAT, &target, options).unwrap();
         assert_eq!((plan.files, plan.bytes, plan.tensors), (done.files, done.bytes, done.tensors));
     }
+}
+
+#[test]
+fn a_file_alone_is_written_when_all_ranks_have_looked_at_the_target() {
+    let (source, target) = (Source::dcp(fixture(NESTED), false), memory());
+    let jobs = LocalGroup::new(2).build().into_iter().map(|collective| {
+        let group = JobGroup::start(Arc::new(collective)).unwrap();
+        JobOptions::default().with_group(group)
+    });
+    let jobs: Vec<_> = jobs.collect();
+    let options = UnshardOptions::default();
+    block_on(async {
+        let mut first = pin!(unshard_checkpoint(&source, &target, &options, &jobs[0]));
+        // It cannot end before rank 1 has begun, however long that takes.
+        for _ in 0..1000 {
+            assert!(first.as_mut().now_or_never().is_none());
+            tokio::task::yield_now().await;
+        }
+        assert!(target.list(None).next().await.is_none());
+        let second = unshard_checkpoint(&source, &target, &options, &jobs[1]);
+        let (first, second) = tokio::join!(first, second);
+        assert_eq!(first.unwrap().files.len(), 1);
+        second.unwrap();
+    });
 }

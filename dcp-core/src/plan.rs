@@ -246,7 +246,7 @@ impl SavePlan {
     }
 
     /// Whether both plans have one table of keys, as those of ranks with the same keys do after
-    /// [`from_wires`](Self::from_wires). False does not mean that the keys differ.
+    /// [`from_answers`](Self::from_answers). False does not mean that the keys differ.
     #[must_use]
     pub fn shares_keys_with(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.outline.keys, &other.outline.keys)

@@ -51,8 +51,8 @@ fn main() -> Result {
         ["bytes", layout, ranks, keys] => bytes_of(&sent(layout, ranks.parse()?, keys.parse()?)?),
         ["make-metadata", layout, ranks, keys, file] => {
             let (ranks, keys) = (ranks.parse()?, keys.parse()?);
-            let plans = (0..ranks).map(|rank| Ok(local_plan(layout, rank, ranks, keys)?.to_wire()));
-            let plans = SavePlan::from_wires(&plans.collect::<Result<Vec<_>>>()?)?;
+            let Sent { summaries, answers, .. } = sent(layout, ranks, keys)?;
+            let plans = SavePlan::from_answers(&summaries, &answers)?;
             Ok(std::fs::write(file, encode(&placed(&plans)?, Profile::default())?)?)
         }
         ["plan", file] => {

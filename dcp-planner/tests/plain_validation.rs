@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 use bytes::Bytes;
 use dcp_core::plan::{PlanContext, SavePlan};
 use dcp_core::planner::SavePlanner;
+use dcp_core::wire::{PlanParts, PlanRequest};
 use dcp_core::{CheckpointError, PlanError, Region};
 use dcp_planner::DefaultSavePlanner;
 use proptest::prelude::*;
@@ -116,10 +117,14 @@ proptest! {
         }
         let found = planned(&locals);
 
-        // Plans that were sent, with one table of keys for all or one for each, give the same.
-        let wires: Vec<Bytes> = locals.iter().map(SavePlan::to_wire).collect();
-        let shared = SavePlan::from_wires(&wires).unwrap();
-        let alone = wires.iter().map(|wire| SavePlan::from_wire(wire)).collect::<Result<Vec<_>, _>>();
+        // Plans that were sent, which share what is equal or nothing, give the same.
+        let parts: Vec<_> = locals.iter().map(SavePlan::to_parts).collect();
+        let summaries: Vec<_> = parts.iter().map(PlanParts::summary).collect();
+        let request = PlanRequest::of(&summaries);
+        let answers: Vec<_> = (0..).zip(&parts).map(|(rank, parts)| request.answer(rank, parts)).collect();
+        let shared = SavePlan::from_answers(&summaries, &answers).unwrap();
+        let alone: Result<Vec<_>, _> =
+            locals.iter().map(|local| SavePlan::from_wire(&local.to_wire())).collect();
         prop_assert_eq!(&planned(&shared), &found);
         prop_assert_eq!(&planned(&alone.unwrap()), &found);
 

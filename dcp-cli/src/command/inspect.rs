@@ -14,7 +14,8 @@ use crate::session::Session;
 /// Show what a checkpoint holds.
 ///
 /// Prints the tree of its tensors and objects with dtype, shape, bytes and number of shards, and
-/// its files, and what dcp noted when it saved the checkpoint. No tensor data is read, so it is quick however large the checkpoint is.
+/// its files, and what dcp noted when it saved the checkpoint. No tensor data is read, so it is quick
+/// however large the checkpoint is.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
 Examples:

@@ -1,6 +1,5 @@
 //! Several ranks on a bucket, and a rank that is killed in the middle of what all write.
 
-use std::io;
 use std::path::Path;
 use std::process::Child;
 use std::thread;
@@ -63,16 +62,8 @@ impl Bucket {
         let mut killed = ranks.remove(KILLED as usize);
         let waits = ranks.into_iter().map(|rank| thread::spawn(|| rank.wait_with_output()));
         let waits: Vec<_> = waits.collect();
-        let mut output = killed.stdout.take().unwrap();
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                io::copy(&mut output, &mut io::sink()).unwrap();
-                self.proxy.calm();
-            });
-            assert!(self.proxy.wait_for_stall(), "rank {KILLED} ended without a stall");
-            killed.kill().unwrap();
-        });
-        killed.wait().unwrap();
+        let is_stalled = self.proxy.kill_when_stalled(&mut killed).unwrap();
+        assert!(is_stalled, "rank {KILLED} ended without a stall");
         let runs = waits.into_iter().map(|wait| finish(wait.join().unwrap().unwrap()));
         runs.map(without_waits).collect()
     }

@@ -3,8 +3,10 @@
 use std::future::{self, Future};
 use std::io;
 use std::pin::Pin;
+use std::process::Child;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
+use std::thread;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -96,6 +98,30 @@ impl FaultProxy {
         let is_free = |faults: &mut Faults| !faults.is_stalled && faults.calmed == calmed;
         let faults = self.proxy.stalled.wait_while(faults, is_free);
         faults.unwrap_or_else(PoisonError::into_inner).calmed == calmed
+    }
+
+    /// Kills a process when a request of it is stalled, and waits for its end. Its standard output is a
+    /// pipe, by which its end is noticed: false where it ended before. Then the proxy is
+    /// [calm](Self::calm).
+    ///
+    /// # Errors
+    ///
+    /// When its standard output is no pipe, and when it cannot be killed.
+    pub fn kill_when_stalled(&self, child: &mut Child) -> io::Result<bool> {
+        let mut output = child.stdout.take().ok_or(io::ErrorKind::InvalidInput)?;
+        thread::scope(|scope| {
+            let reading = scope.spawn(|| {
+                let read = io::copy(&mut output, &mut io::sink());
+                self.calm();
+                read
+            });
+            let is_stalled = self.wait_for_stall();
+            child.kill()?;
+            child.wait()?;
+            // A read of a pipe ends with the process that writes to it.
+            drop(reading.join());
+            Ok(is_stalled)
+        })
     }
 
     /// Every request since the start or since [`clear`](Self::clear), in order of arrival.

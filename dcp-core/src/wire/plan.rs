@@ -93,27 +93,6 @@ impl SavePlan {
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
         PlanReceiver::default().whole(bytes).map(|(plan, _)| plan)
     }
-
-    /// Decodes the messages of all ranks. Plans with the same outline share it, those with the same
-    /// keys a table of them.
-    ///
-    /// # Errors
-    ///
-    /// When the bytes are not plans of this version; the error names the rank.
-    pub fn from_wires<M: AsRef<[u8]>>(messages: &[M]) -> Result<Vec<Self>, PlanError> {
-        let mut receiver = PlanReceiver::default();
-        let mut plans: Vec<Self> = Vec::with_capacity(messages.len());
-        for (rank, message) in messages.iter().enumerate() {
-            let message = message.as_ref();
-            let before = rank.checked_sub(1).and_then(|before| messages.get(before));
-            let plan = match (before, plans.last()) {
-                (Some(before), Some(plan)) if before.as_ref() == message => plan.clone(),
-                _ => receiver.whole(message).map_err(|error| of_rank(error, rank))?.0,
-            };
-            plans.push(plan);
-        }
-        Ok(plans)
-    }
 }
 
 /// An error in the plan that `rank` sent.
@@ -132,35 +111,20 @@ pub(super) fn of_rank(error: PlanError, rank: usize) -> PlanError {
 #[derive(Debug, Default)]
 pub(super) struct PlanReceiver<'a> {
     keys: HashMap<&'a [u8], Arc<Vec<PlanKey>>>,
-    outlines: HashMap<&'a [u8], Arc<Outline>>,
-    // Those of neighbors mostly are the same, and comparing them is faster than a look-up.
-    last: Option<(&'a [u8], Arc<Outline>)>,
 }
 
 impl<'a> PlanReceiver<'a> {
-    /// Decodes a whole plan.
-    pub(super) fn whole(
-        &mut self,
-        message: &'a [u8],
-    ) -> Result<(SavePlan, Arc<Outline>), PlanError> {
+    /// Decodes a whole plan. Plans with the same keys share a table of them.
+    pub(super) fn whole(&mut self, message: &'a [u8]) -> Result<(SavePlan, Outline), PlanError> {
         let mut input = MessageReader::new(message, *SAVE_PLAN)?;
-        let bytes = input.bytes()?;
-        let outline = match &self.last {
-            Some((last, outline)) if *last == bytes => Arc::clone(outline),
-            _ => match self.outlines.get(bytes) {
-                Some(outline) => Arc::clone(outline),
-                None => Arc::new(Outline::decode(bytes, &mut |encoded| {
-                    if let Some(keys) = self.keys.get(encoded) {
-                        return Ok(Arc::clone(keys));
-                    }
-                    let keys = Arc::new(plan_keys::decode(encoded)?);
-                    self.keys.insert(encoded, Arc::clone(&keys));
-                    Ok(keys)
-                })?),
-            },
-        };
-        self.outlines.insert(bytes, Arc::clone(&outline));
-        self.last = Some((bytes, Arc::clone(&outline)));
+        let outline = Outline::decode(input.bytes()?, &mut |encoded| {
+            if let Some(keys) = self.keys.get(encoded) {
+                return Ok(Arc::clone(keys));
+            }
+            let keys = Arc::new(plan_keys::decode(encoded)?);
+            self.keys.insert(encoded, Arc::clone(&keys));
+            Ok(keys)
+        })?;
         Ok((plan_of(input, &outline)?, outline))
     }
 
@@ -196,6 +160,7 @@ fn plan_of(mut input: MessageReader<'_>, outline: &Outline) -> Result<SavePlan, 
 
 #[cfg(test)]
 mod tests {
+    use super::super::PlanRequest;
     use super::*;
     use crate::dtype::DType;
     use crate::key::Key;
@@ -237,14 +202,20 @@ mod tests {
 
     #[test]
     fn plans_with_the_same_keys_share_them() {
-        let one = plan();
-        let mut other = plan();
+        let (one, mut divided, mut other) = (plan(), plan(), plan());
+        divided.push_object(1, 7).unwrap();
         other.push_key(PlanKey { fqn: "z".into(), path: None, tensor: None });
-        let wires = [&one, &one, &other, &one].map(SavePlan::to_wire);
-        let back = SavePlan::from_wires(&wires).unwrap();
+        let plans = [&one, &one, &divided, &other];
+        let parts = plans.map(SavePlan::to_parts);
+        let summaries = parts.each_ref().map(PlanParts::summary);
+        let request = PlanRequest::of(&summaries);
+        let answers = [0, 1, 2, 3].map(|rank| request.answer(rank as Rank, &parts[rank]));
+        let back = SavePlan::from_answers(&summaries, &answers).unwrap();
         let shares = |at: usize| back[0].shares_keys_with(&back[at]);
-        assert_eq!([1, 2, 3].map(shares), [true, false, true]);
-        assert_eq!(back.iter().map(SavePlan::to_wire).collect::<Vec<_>>(), wires);
+        assert_eq!([1, 2, 3].map(shares), [true, true, false]);
+        for (back, plan) in back.iter().zip(plans) {
+            assert_eq!(back.to_wire(), plan.to_wire());
+        }
         let mut changed = back[1].clone();
         changed.push_key(PlanKey { fqn: "y".into(), path: None, tensor: None });
         assert_eq!(back[0].keys().len() + 1, changed.keys().len());

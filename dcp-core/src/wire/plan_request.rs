@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::Arc;
 
 use bytes::Bytes;
 
@@ -146,7 +145,7 @@ impl SavePlan {
             return Err(PlanError::PlanCount { made_by, expected, found });
         }
         let (mut known, mut receiver) = (Known::default(), PlanReceiver::default());
-        let mut outlines: HashMap<u64, (Arc<Outline>, u64)> = HashMap::new();
+        let mut outlines: HashMap<u64, (Outline, u64)> = HashMap::new();
         let mut plans: Vec<Self> = Vec::with_capacity(answers.len());
         for (rank, (summary, answer)) in summaries.iter().zip(answers).enumerate() {
             let answer = answer.as_ref();
@@ -173,6 +172,8 @@ impl SavePlan {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use proptest::prelude::*;
     use proptest::sample::Index;
 

@@ -1,8 +1,6 @@
 //! A process that is killed while it saves: this program, started again.
 
-use std::io;
 use std::process::{Command, Stdio};
-use std::thread;
 use std::time::Duration;
 
 use dcp_conformance::http::{FaultRule, HttpFault};
@@ -47,17 +45,8 @@ pub(crate) fn killed_saves(place: &Place) {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let mut output = child.stdout.take().unwrap();
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                io::copy(&mut output, &mut io::sink()).unwrap();
-                place.proxy.calm();
-            });
-            assert!(place.proxy.wait_for_stall(), "the save ended before request {request}");
-            child.kill().unwrap();
-        });
-        child.wait().unwrap();
-        place.proxy.calm();
+        let is_stalled = place.proxy.kill_when_stalled(&mut child).unwrap();
+        assert!(is_stalled, "the save ended before request {request}");
 
         let step = loaded(&place.storage()).unwrap();
         assert!(step == 2 || step == loaded_before, "step {step} at request {request}");

@@ -221,8 +221,6 @@ pub fn safetensors(bytes: &[u8]) {
 pub fn plan_wire(bytes: &[u8]) {
     if let Ok(plan) = SavePlan::from_wire(bytes) {
         assert_eq!(SavePlan::from_wire(&plan.to_wire()).unwrap().to_wire(), plan.to_wire());
-        let both = SavePlan::from_wires(&[bytes, bytes]).unwrap();
-        assert!(both.iter().all(|other| *other == plan));
         // The whole plan of a rank, and what another one sends without its outline.
         let parts = plan.to_parts();
         let own = parts.summary();

@@ -7,11 +7,12 @@
 mod coverage;
 
 use std::collections::HashMap;
+use std::ptr;
 use std::sync::Arc;
 
 use crate::error::PlanError;
 use crate::metadata::Entry;
-use crate::plan::{GlobalPlan, LeafKind, SavePlan, StateIndex, TensorSpec};
+use crate::plan::{GlobalPlan, LeafKind, PlanKey, SavePlan, StateIndex, TensorSpec};
 use crate::region::Region;
 
 impl SavePlan {
@@ -98,46 +99,36 @@ impl GlobalPlan {
         let chunks = |entry: &Entry| entry.as_tensor().map_or(1, |tensor| tensor.chunks.len());
         let mut written: Vec<Vec<bool>> =
             metadata.iter().map(|(_, entry)| vec![false; chunks(entry)]).collect();
+        // The key of each entry that was compared last. Ranks mostly share a table of keys.
+        let mut compared: Vec<*const PlanKey> = vec![ptr::null(); metadata.len()];
         for (local, selected) in locals.iter().zip(&self.selections) {
             for selected in selected {
                 let (number, items) = (u64::from(selected.item), local.len() as u64);
                 let item = local.item(selected.item as usize);
                 let item = item.ok_or(PlanError::NoItem { item: number, items })?;
                 let entry = metadata.at(selected.entry as usize);
-                let missing = PlanError::NoEntry { entry: selected.entry.into(), chunk: None };
-                let (fqn, entry) = entry.ok_or(missing)?;
+                let missing = || PlanError::NoEntry { entry: selected.entry.into(), chunk: None };
+                let (fqn, entry) = entry.ok_or_else(missing)?;
                 let untrue = |planned: String, held: String| PlanError::Untrue {
                     planner: planner.to_owned(),
                     fqn: item.key.fqn.to_string(),
                     planned,
                     held,
                 };
-                if *fqn != item.key.fqn {
-                    return Err(untrue(format!("a part of {fqn:?}"), "under its own name".into()));
+                let compared = &mut compared[selected.entry as usize];
+                if !ptr::eq(*compared, item.key) {
+                    is_entry_of(fqn, entry, item.key)
+                        .map_err(|(planned, held)| untrue(planned, held))?;
+                    *compared = item.key;
                 }
-                let offered = item.key.tensor.as_ref();
-                match (entry, offered) {
-                    (Entry::Tensor(tensor), Some(spec)) => {
-                        if tensor.dtype != spec.dtype || tensor.shape != spec.shape {
-                            let planned = format!("{} {}", tensor.dtype, tensor.shape);
-                            return Err(untrue(planned, shown(spec)));
-                        }
-                        let chunk = tensor.chunks.get(selected.chunk as usize);
-                        if chunk.is_none_or(|c| (c.offsets, c.sizes) != (item.offsets, item.sizes))
-                        {
-                            let chunk = chunk.map_or_else(String::new, |c| {
-                                format!("{:?} from {:?}", c.sizes, c.offsets)
-                            });
-                            let held = format!("{:?} from {:?}", item.sizes, item.offsets);
-                            return Err(untrue(format!("a chunk {chunk}"), held));
-                        }
-                    }
-                    (Entry::Object(_), None) => {}
-                    _ => {
-                        return Err(untrue(
-                            "another kind of entry".into(),
-                            "what was offered".into(),
-                        ));
+                if let Entry::Tensor(tensor) = entry {
+                    let chunk = tensor.chunks.get(selected.chunk as usize);
+                    if chunk.is_none_or(|c| (c.offsets, c.sizes) != (item.offsets, item.sizes)) {
+                        let chunk = chunk.map_or_else(String::new, |c| {
+                            format!("{:?} from {:?}", c.sizes, c.offsets)
+                        });
+                        let held = format!("{:?} from {:?}", item.sizes, item.offsets);
+                        return Err(untrue(format!("a chunk {chunk}"), held));
                     }
                 }
                 let slot = written
@@ -159,6 +150,24 @@ impl GlobalPlan {
                 held: "not written whole by any rank".into(),
             }),
         }
+    }
+}
+
+/// Whether an entry of the index has the name, the dtype and the shape of a key. If not, what is planned
+/// and what is held.
+fn is_entry_of(fqn: &str, entry: &Entry, key: &PlanKey) -> Result<(), (String, String)> {
+    if *fqn != *key.fqn {
+        return Err((format!("a part of {fqn:?}"), "under its own name".into()));
+    }
+    match (entry, &key.tensor) {
+        (Entry::Tensor(tensor), Some(spec)) => {
+            if tensor.dtype != spec.dtype || tensor.shape != spec.shape {
+                return Err((format!("{} {}", tensor.dtype, tensor.shape), shown(spec)));
+            }
+            Ok(())
+        }
+        (Entry::Object(_), None) => Ok(()),
+        _ => Err(("another kind of entry".into(), "what was offered".into())),
     }
 }
 

@@ -26,8 +26,11 @@ const REPLICAS: &str = "8";
 /// Ranks that save to one disk.
 const WRITERS: [u32; 3] = [2, 4, 8];
 
-/// Prints the table; with `convert`, the one of conversions, with `object`, that of object stores, and
-/// with `cuda`, that of copies from and to a device.
+/// Parts of the table, by the names under which they are measured alone.
+const PARTS: [&str; 6] = ["tmpfs", "disk", "writers", "stalls", "slices", "start"];
+
+/// Prints the table, or the named parts of it; with `convert`, the one of conversions, with `object`,
+/// that of object stores, and with `cuda`, that of copies from and to a device.
 pub(crate) fn main(args: &[&str]) -> Result {
     let (convert, args) = match args {
         ["cuda", rest @ ..] => return bench_cuda::main(rest),
@@ -42,8 +45,13 @@ pub(crate) fn main(args: &[&str]) -> Result {
     let mut gib = 2_u64;
     let mut disk = workspace::target()?;
     let mut tmpfs = PathBuf::from("/dev/shm");
+    let mut parts = Vec::new();
     let mut args = args.iter();
     while let Some(arg) = args.next() {
+        if PARTS.contains(arg) && !convert {
+            parts.push(*arg);
+            continue;
+        }
         let value = args.next().ok_or_else(|| format!("{arg} needs a value"))?;
         match *arg {
             "--gib" => gib = value.parse()?,
@@ -70,23 +78,27 @@ pub(crate) fn main(args: &[&str]) -> Result {
             println!("| {} | {} | {} | {} |", row.what, row.ours, row.torch, row.limit);
         }
     };
-    for (place, folder, cold) in [("tmpfs", &tmpfs, false), ("disk", &disk, true)] {
+    for part in PARTS {
+        if !parts.is_empty() && !parts.contains(&part) {
+            continue;
+        }
+        let folder = if matches!(part, "disk" | "writers") { &disk } else { &tmpfs };
         let scratch = Scratch::new(folder, "dcp-bench", false)?;
-        bench.speeds(place, scratch.path(), cold, &mut rows)?;
+        let folder = scratch.path();
+        match part {
+            "tmpfs" => bench.speeds("tmpfs", folder, false, &mut rows)?,
+            "disk" => bench.speeds("disk", folder, true, &mut rows)?,
+            "writers" => {
+                for ranks in WRITERS {
+                    bench.writers(folder, ranks, &mut rows)?;
+                }
+            }
+            "stalls" => bench.stalls(folder, &mut rows)?,
+            "slices" => bench.slices(folder, &mut rows)?,
+            _ => bench.start_up(&command, &mut rows)?,
+        }
         print(&mut rows);
     }
-    let scratch = Scratch::new(&disk, "dcp-bench", false)?;
-    for ranks in WRITERS {
-        bench.writers(scratch.path(), ranks, &mut rows)?;
-        print(&mut rows);
-    }
-    let scratch = Scratch::new(&tmpfs, "dcp-bench", false)?;
-    bench.stalls(scratch.path(), &mut rows)?;
-    print(&mut rows);
-    let scratch = Scratch::new(&tmpfs, "dcp-bench", false)?;
-    bench.slices(scratch.path(), &mut rows)?;
-    bench.start_up(&command, &mut rows)?;
-    print(&mut rows);
     Ok(())
 }
 
@@ -266,21 +278,25 @@ impl Bench {
     fn slices(&self, folder: &Path, rows: &mut Vec<Row>) -> Result {
         let saved = folder.join("one");
         self.torch("save-one", &saved, &[])?;
+        let file = saved.join("__0_0.distcp");
         for by in ["rows", "columns"] {
-            let ratio = |report: &Value| {
-                let number = |field| report.get(field).and_then(Value::as_f64).unwrap_or(f64::NAN);
-                let (read, needed) = (number("bytes_read"), number("bytes_needed"));
-                format!("{:.2} ({:.0} ms)", read / needed, number("seconds") * 1e3)
+            let [ours, torch, plain] = fastest([
+                &|| self.rust("slice", &saved, &[by]),
+                &|| self.torch("slice", &saved, &[by]),
+                &|| self.rust("slice-plain", &file, &[by]),
+            ])?;
+            let number = |report: &Value, field| {
+                report.get(field).and_then(Value::as_f64).unwrap_or(f64::NAN)
             };
-            let ours = self.rust("slice", &saved, &[by])?;
-            let torch = self.torch("slice", &saved, &[by])?;
-            let plain = self.rust("slice-plain", &saved.join("__0_0.distcp"), &[by])?;
-            let seconds = plain.get("seconds").and_then(Value::as_f64).unwrap_or(f64::NAN);
+            let shown = |report: &Value| {
+                let ratio = number(report, "bytes_read") / number(report, "bytes_needed");
+                format!("{ratio:.2} ({:.0} ms)", number(report, "seconds") * 1e3)
+            };
             rows.push(Row {
                 what: format!("bytes read per byte needed, 1/64 of 1 GiB by {by}"),
-                ours: ratio(&ours),
-                torch: ratio(&torch),
-                limit: format!("1.00 ({:.0} ms)", seconds * 1e3),
+                ours: shown(&ours),
+                torch: shown(&torch),
+                limit: format!("1.00 ({:.0} ms)", number(&plain, "seconds") * 1e3),
             });
         }
         Ok(())
@@ -328,16 +344,25 @@ impl Bench {
 
 type Measurement<'a> = &'a dyn Fn() -> Result<Value>;
 
-/// The fewest seconds of each. All take turns, so that what else the machine does meets all.
+/// The fewest seconds of each.
 fn rounds<const N: usize>(measurements: [Measurement<'_>; N]) -> Result<[f64; N]> {
-    let mut fastest = [f64::INFINITY; N];
+    let reports = fastest(measurements)?;
+    Ok(reports.map(|report| report.get("seconds").and_then(Value::as_f64).unwrap_or(f64::NAN)))
+}
+
+/// The fastest report of each. All take turns, so that what else the machine does meets all.
+fn fastest<const N: usize>(measurements: [Measurement<'_>; N]) -> Result<[Value; N]> {
+    let mut fastest = [const { (f64::INFINITY, Value::Null) }; N];
     for _ in 0..ROUNDS {
-        for (fastest, measure) in fastest.iter_mut().zip(measurements) {
-            let seconds = measure()?.get("seconds").and_then(Value::as_f64);
-            *fastest = fastest.min(seconds.ok_or("no seconds")?);
+        for ((fewest, fastest), measure) in fastest.iter_mut().zip(measurements) {
+            let report = measure()?;
+            let seconds = report.get("seconds").and_then(Value::as_f64).ok_or("no seconds")?;
+            if seconds < *fewest {
+                (*fewest, *fastest) = (seconds, report);
+            }
         }
     }
-    Ok(fastest)
+    Ok(fastest.map(|(_, report)| report))
 }
 
 fn wall(command: impl Fn() -> Command) -> Result<f64> {

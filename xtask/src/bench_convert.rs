@@ -1,57 +1,45 @@
 //! What converting a checkpoint costs, beside PyTorch's converter and beside copying the bytes.
 //!
 //! Every measurement is a command from its start to its end, followed by `sync` of what it wrote
-//! where that is on a disk; the fastest of three counts. The checkpoint is one that PyTorch
-//! saved.
+//! where that is on a disk. The commands of a table take turns, and the fastest of each counts; what
+//! one wrote is removed before the next begins. The checkpoint is one that PyTorch saved.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::Value;
 
+use crate::bench_rows::free_mib;
 use crate::machine::{Machine, machine};
 use crate::process::{Scratch, output};
 use crate::{Result, workspace};
 
-const ROUNDS: usize = 3;
+const ROUNDS: usize = 5;
 /// Of tensors of 32 MiB, the checkpoints whose peak memory is compared.
 const SIZES_MIB: [u64; 3] = [512, 2048, 8192];
 
-/// Prints the tables.
+/// Prints the tables, each row as soon as it is measured.
 pub(crate) fn main(setup: &Machine) -> Result {
     let bench = Bench { setup };
-    let (mut speeds, mut mapped) = (Vec::new(), Vec::new());
-    for (place, folder) in [("tmpfs", &setup.tmpfs), ("disk", &setup.disk)] {
-        let scratch = Scratch::new(folder, "dcp-bench", false)?;
-        speeds.extend(bench.speeds(place, scratch.path())?);
-        let scratch = Scratch::new(folder, "dcp-bench", false)?;
-        mapped.extend(bench.megatron(place, scratch.path())?);
-    }
-    // The largest checkpoint and what is made of it are too much for most memories.
-    let scratch = Scratch::new(&setup.disk, "dcp-bench", false)?;
-    let peaks = bench.peaks(scratch.path())?;
-    let listed = bench.many_chunks(scratch.path())?;
-
+    let places = [("tmpfs", &setup.tmpfs), ("disk", &setup.disk)];
     println!("\n{}\n", machine());
     println!("| convert 2 GiB saved by PyTorch | `dcp convert` | `dcp_to_torch_save` | `cp` |");
     println!("|---|---:|---:|---:|");
-    for row in speeds {
-        println!("{row}");
+    for (place, folder) in places {
+        bench.speeds(place, Scratch::new(folder, "dcp-bench", false)?.path())?;
     }
     println!("\n| Llama of 2 GiB, TP2 PP2 | `dcp convert` | peak memory | `cp` |");
     println!("|---|---:|---:|---:|");
-    for row in mapped {
-        println!("{row}");
-    }
-    println!("\n| peak memory | 0.5 GiB | 2 GiB | 8 GiB |");
-    println!("|---|---:|---:|---:|");
-    for row in peaks {
-        println!("{row}");
+    for (place, folder) in places {
+        bench.megatron(place, Scratch::new(folder, "dcp-bench", false)?.path())?;
     }
     println!("\n| list 200 000 chunks of 1 000 tensors | `dcp inspect` | Python with torch |");
     println!("|---|---:|---:|");
-    println!("{listed}");
-    Ok(())
+    bench.many_chunks(Scratch::new(&setup.disk, "dcp-bench", false)?.path())?;
+    // The largest checkpoint and what is made of it are too much for most memories.
+    println!("\n| peak memory | → safetensors | → torch-save | `dcp_to_torch_save` |");
+    println!("|---|---:|---:|---:|");
+    bench.peaks(Scratch::new(&setup.disk, "dcp-bench", false)?.path())
 }
 
 struct Bench<'a> {
@@ -68,126 +56,101 @@ struct Cost {
 const TARGETS: [(&str, &str); 2] = [("safetensors", "out.safetensors"), ("torch-save", "out.pt")];
 
 impl Bench<'_> {
-    fn speeds(&self, place: &str, folder: &Path) -> Result<Vec<String>> {
+    fn speeds(&self, place: &str, folder: &Path) -> Result {
         let source = self.checkpoint(folder, 2048)?;
-        let copy = self.fastest(&|| self.copy(&source, &folder.join("copy")))?;
-        let theirs = self.fastest(&|| self.torch(&source, &folder.join("theirs.pt")))?;
-        let mut rows = Vec::new();
-        for (format, name) in TARGETS {
-            let target = folder.join(name);
-            let ours = self.fastest(&|| self.ours(&source, &target, format))?;
+        let ours = |(format, name): (&str, &str)| self.ours(&source, &folder.join(name), format);
+        let [copy, safetensors, torch_save, theirs] = fastest([
+            &|| self.copy(&source, &folder.join("copy")),
+            &|| ours(TARGETS[0]),
+            &|| ours(TARGETS[1]),
+            &|| self.torch(&source, &folder.join("theirs.pt")),
+        ])?;
+        for ((format, _), ours) in TARGETS.into_iter().zip([safetensors, torch_save]) {
+            let (ours, copy) = (ours.seconds, copy.seconds);
             let theirs = match format {
                 "torch-save" => {
-                    format!("{:.2} s ({:.1} × ours)", theirs.seconds, theirs.seconds / ours.seconds)
+                    format!("{:.2} s ({:.1} × ours)", theirs.seconds, theirs.seconds / ours)
                 }
                 _ => "—".to_owned(),
             };
-            rows.push(format!(
-                "| → {format}, {place} | {:.2} s ({:.2} × `cp`) | {theirs} | {:.2} s |",
-                ours.seconds,
-                ours.seconds / copy.seconds,
-                copy.seconds
-            ));
+            let ratio = ours / copy;
+            println!(
+                "| → {format}, {place} | {ours:.2} s ({ratio:.2} × `cp`) | {theirs} | {copy:.2} s |"
+            );
         }
-        Ok(rows)
+        Ok(())
     }
 
     /// Between Megatron-Core and Hugging Face.
-    fn megatron(&self, place: &str, folder: &Path) -> Result<Vec<String>> {
-        let hf = folder.join("hf");
+    fn megatron(&self, place: &str, folder: &Path) -> Result {
+        let (hf, megatron) = (folder.join("hf"), folder.join("megatron"));
         output(self.script("save-llama").arg(&hf).arg("2048"))?;
-        let megatron = folder.join("megatron");
-        let ways = [("→ torch_dist", &hf, &megatron), ("→ hf", &megatron, &folder.join("back"))];
-        let mut rows = Vec::new();
-        for (what, source, target) in ways {
-            let copy = self.fastest(&|| self.copy(source, &folder.join("copy")))?;
-            remove(&folder.join("copy"));
-            let ours = self.fastest(&|| {
-                remove(target);
-                let mut command = self.measured();
-                command.arg(&self.setup.command).args(["-q", "convert"]).args([source, target]);
-                if *target == megatron {
-                    command.args([
-                        "--to",
-                        "torch-dist",
-                        "--arch",
-                        "llama",
-                        "--tp",
-                        "2",
-                        "--pp",
-                        "2",
-                    ]);
-                } else {
-                    command.args(["--to", "hf"]);
-                }
-                cost(&mut command)
-            })?;
-            rows.push(format!(
-                "| {what}, {place} | {:.2} s ({:.2} × `cp`) | {:.0} MiB | {:.2} s |",
-                ours.seconds,
-                ours.seconds / copy.seconds,
-                ours.peak_mib,
-                copy.seconds
-            ));
+        let layout = ["--to", "torch-dist", "--arch", "llama", "--tp", "2", "--pp", "2"];
+        output(&mut self.convert(&hf, &megatron, &layout))?;
+        let ways: [(_, _, _, &[&str]); 2] = [
+            ("→ torch_dist", &hf, "torch-dist", &layout),
+            ("→ hf", &megatron, "back", &["--to", "hf"]),
+        ];
+        for (what, source, name, args) in ways {
+            let target = folder.join(name);
+            let [copy, ours] = fastest([&|| self.copy(source, &folder.join("copy")), &|| {
+                self.measured(&target, &self.convert(source, &target, args))
+            }])?;
+            let (seconds, ratio) = (ours.seconds, ours.seconds / copy.seconds);
+            println!(
+                "| {what}, {place} | {seconds:.2} s ({ratio:.2} × `cp`) | {:.0} MiB | {:.2} s |",
+                ours.peak_mib, copy.seconds
+            );
         }
-        Ok(rows)
+        Ok(())
     }
 
-    fn peaks(&self, folder: &Path) -> Result<Vec<String>> {
-        let mut rows: Vec<String> = TARGETS.iter().map(|(f, _)| format!("| → {f} |")).collect();
-        let mut theirs = "| `dcp_to_torch_save` |".to_owned();
+    fn peaks(&self, folder: &Path) -> Result {
         for mib in SIZES_MIB {
+            let name = format!("{} GiB", mib as f64 / 1024.0);
+            // The checkpoint and one copy of it.
+            let (needed, free) = (2 * mib + 512, free_mib(folder)?);
+            if free < needed {
+                println!("| {name} | SKIPPED: needs {needed} MiB of disk, {free} are free | | |");
+                continue;
+            }
             let source = self.checkpoint(folder, mib)?;
-            for (row, (format, name)) in rows.iter_mut().zip(TARGETS) {
-                let target = folder.join(name);
-                let cost = self.ours(&source, &target, format)?;
-                row.push_str(&format!(" {:.0} MiB |", cost.peak_mib));
-                remove(&target);
+            let mut columns = Vec::new();
+            for (format, name) in TARGETS {
+                let cost = self.ours(&source, &folder.join(name), format)?;
+                columns.push(format!("{:.0} MiB", cost.peak_mib));
             }
-            if mib < 8192 {
-                let target = folder.join("theirs.pt");
-                let cost = self.torch(&source, &target)?;
-                theirs.push_str(&format!(" {:.0} MiB |", cost.peak_mib));
-                remove(&target);
-            } else {
-                theirs.push_str(" not run |");
-            }
+            columns.push(match mib {
+                // PyTorch holds all of it in memory.
+                8192.. => "not run".to_owned(),
+                _ => {
+                    let cost = self.torch(&source, &folder.join("theirs.pt"))?;
+                    format!("{:.0} MiB", cost.peak_mib)
+                }
+            });
+            println!("| {name} | {} |", columns.join(" | "));
             remove(&source);
         }
-        rows.push(theirs);
-        Ok(rows)
+        Ok(())
     }
 
     /// From the start of the process to its end, which is when it prints.
-    fn many_chunks(&self, folder: &Path) -> Result<String> {
+    fn many_chunks(&self, folder: &Path) -> Result {
         let (saved, cut) = (folder.join("rows"), folder.join("cut"));
         output(self.script("save-rows").arg(&saved))?;
         let mut reshard = Command::new(&self.setup.command);
         output(reshard.args(["-q", "reshard", "-n", "200"]).args([&saved, &cut]))?;
-        let ours = self.fastest(&|| {
-            let mut command = self.measured();
-            cost(command.arg(&self.setup.command).arg("inspect").arg(&cut))
-        })?;
-        let theirs = self.fastest(&|| {
-            let mut command = self.measured();
-            command.arg(&self.setup.python);
-            command.arg(workspace::root().join("xtask/python/bench.py")).arg("inspect");
-            cost(command.arg(&cut))
-        })?;
-        let shown = |cost: Cost| format!("{:.2} s, {:.0} MiB", cost.seconds, cost.peak_mib);
-        Ok(format!("| from a metadata file of 37 MB | {} | {} |", shown(ours), shown(theirs)))
-    }
-
-    /// The cheapest of a few runs.
-    fn fastest(&self, measure: &dyn Fn() -> Result<Cost>) -> Result<Cost> {
-        let mut best = measure()?;
-        for _ in 1..ROUNDS {
-            let cost = measure()?;
-            if cost.seconds < best.seconds {
-                best = cost;
-            }
-        }
-        Ok(best)
+        let nothing = folder.join("nothing");
+        let mut inspect = Command::new(&self.setup.command);
+        inspect.arg("inspect").arg(&cut);
+        let mut python = self.script("inspect");
+        python.arg(&cut);
+        let costs =
+            fastest([&|| self.measured(&nothing, &inspect), &|| self.measured(&nothing, &python)])?;
+        let [ours, theirs] =
+            costs.map(|cost| format!("{:.2} s, {:.0} MiB", cost.seconds, cost.peak_mib));
+        println!("| from a metadata file of 37 MB | {ours} | {theirs} |");
+        Ok(())
     }
 
     /// A checkpoint of so many MiB, saved by PyTorch.
@@ -198,51 +161,72 @@ impl Bench<'_> {
         Ok(path)
     }
 
+    fn convert(&self, source: &Path, target: &Path, args: &[&str]) -> Command {
+        let mut command = Command::new(&self.setup.command);
+        command.args(["-q", "convert"]).args([source, target]).args(args);
+        command
+    }
+
     fn ours(&self, source: &Path, target: &Path, format: &str) -> Result<Cost> {
-        remove(target);
-        let mut command = self.measured();
-        command.arg(&self.setup.command).arg("-q").arg("convert").args([source, target]);
-        cost(command.args(["--to", format]))
+        self.measured(target, &self.convert(source, target, &["--to", format]))
     }
 
     fn torch(&self, source: &Path, target: &Path) -> Result<Cost> {
-        remove(target);
-        let mut command = self.measured();
-        command.arg("sh").arg("-c").arg("\"$@\" && sync \"$0\"").arg(target);
-        command.arg(&self.setup.python);
-        command.arg(workspace::root().join("xtask/python/bench.py")).arg("to-torch-save");
-        cost(command.args([source, target]))
+        let mut command = Command::new("sh");
+        command.arg("-c").arg("\"$@\" && sync \"$0\"").arg(target);
+        let script = self.script("to-torch-save");
+        command.arg(script.get_program()).args(script.get_args()).args([source, target]);
+        self.measured(target, &command)
     }
 
     fn copy(&self, source: &Path, target: &Path) -> Result<Cost> {
-        remove(target);
-        let mut command = self.measured();
-        command.arg("sh").arg("-c").arg("cp -r \"$1\" \"$0\" && sync \"$0\"/*");
-        cost(command.args([target, source]))
+        let mut command = Command::new("sh");
+        command.arg("-c").arg("cp -r \"$1\" \"$0\" && sync \"$0\"/*").args([target, source]);
+        self.measured(target, &command)
     }
 
-    fn measured(&self) -> Command {
-        let mut python = Command::new(&self.setup.python);
-        python.env("PYTHONDONTWRITEBYTECODE", "1");
-        python.arg(workspace::root().join("xtask/python/measure.py"));
-        python
+    /// What a command takes that writes `target`, which is removed afterwards.
+    fn measured(&self, target: &Path, command: &Command) -> Result<Cost> {
+        let mut python = self.python("measure.py");
+        python.arg(command.get_program()).args(command.get_args());
+        let report = output(&mut python)?;
+        remove(target);
+        let report: Value = serde_json::from_str(&report)?;
+        let number = |field| report.get(field).and_then(Value::as_f64).ok_or("no measurement");
+        Ok(Cost { seconds: number("seconds")?, peak_mib: number("peak")? / f64::from(1 << 20) })
     }
 
     fn script(&self, what: &str) -> Command {
+        let mut python = self.python("bench.py");
+        python.arg(what);
+        python
+    }
+
+    fn python(&self, script: &str) -> Command {
         let mut python = Command::new(&self.setup.python);
         python.env("PYTHONDONTWRITEBYTECODE", "1");
-        python.arg(workspace::root().join("xtask/python/bench.py")).arg(what);
+        python.arg(workspace::root().join("xtask/python").join(script));
         python
     }
 }
 
-fn cost(command: &mut Command) -> Result<Cost> {
-    let report: Value = serde_json::from_str(&output(command)?)?;
-    let number = |field| report.get(field).and_then(Value::as_f64).ok_or("no measurement");
-    Ok(Cost { seconds: number("seconds")?, peak_mib: number("peak")? / f64::from(1 << 20) })
+type Measurement<'a> = &'a dyn Fn() -> Result<Cost>;
+
+/// The cheapest run of each. All take turns, so that what else the machine does meets all.
+fn fastest<const N: usize>(measurements: [Measurement<'_>; N]) -> Result<[Cost; N]> {
+    let mut fastest = [Cost { seconds: f64::INFINITY, peak_mib: f64::NAN }; N];
+    for _ in 0..ROUNDS {
+        for (fastest, measure) in fastest.iter_mut().zip(measurements) {
+            let cost = measure()?;
+            if cost.seconds < fastest.seconds {
+                *fastest = cost;
+            }
+        }
+    }
+    Ok(fastest)
 }
 
 fn remove(path: &Path) {
-    // Most often there is nothing yet.
+    // Some commands write nothing.
     let _ = std::fs::remove_file(path).or_else(|_| std::fs::remove_dir_all(path));
 }

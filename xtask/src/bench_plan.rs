@@ -3,6 +3,7 @@
 //! The Rust half is `dcp-engine/examples/bench_planning.rs`. Instructions are counted by callgrind,
 //! below the function `measured` of that program: they hardly depend on what else the machine does.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -13,15 +14,17 @@ use crate::process::{Scratch, output, succeeds};
 use crate::{Result, process, workspace};
 
 /// How tensors are spread over the ranks, by the names of the example.
-const LAYOUTS: [&str; 4] = ["rows", "grid", "replicas", "replicated"];
-/// Ranks and tensors of the measured saves.
-const SIZES: [(u32, u32); 3] = [(1024, 500), (4096, 250), (4096, 1000)];
-/// Ranks and tensors of saves that are planned in a grid alone: so many ranks have no rows each.
-const LARGEST: [(u32, u32); 2] = [(16384, 250), (16384, 1000)];
-/// Layouts, ranks and tensors of first saves whose messages are measured.
+const LAYOUTS: [&str; 6] = ["rows", "grid", "replicas", "replicated", "mixed", "irregular"];
+/// Ranks and tensors of the save that is the target's.
+const TARGET: (u32, u32) = (1024, 500);
+/// Ranks of the saves of [`KEYS`] tensors, by which the cost of an item and of the coordinator is plotted.
+const RANKS: [u32; 4] = [256, 1024, 4096, 16384];
+const KEYS: u32 = 1000;
+/// Layouts and ranks of first saves whose messages are measured.
 const SENT_LAYOUTS: [&str; 5] = ["replicated", "replicas", "grid", "mixed", "irregular"];
 const SENT_RANKS: [u32; 3] = [1024, 4096, 16384];
-const SENT_KEYS: u32 = 1000;
+/// The rows of the tensors that are saved: with more ranks some have none.
+const ROWS_MAX: u32 = 8192;
 /// Ranks and tensors of the saves whose index is measured.
 const INDEX_SIZES: [(u32, u32); 2] = [(1024, 500), (4096, 1000)];
 /// What is measured of an index.
@@ -32,6 +35,8 @@ const ROUNDS: usize = 3;
 const TABLE: &str = "xtask/bench_counts.json";
 /// The most that a count may exceed the committed one, in percent.
 const LOSS_MAX: u64 = 20;
+/// Layouts of the counted saves.
+const COUNTED_LAYOUTS: [&str; 4] = ["rows", "grid", "replicas", "replicated"];
 /// Ranks and tensors of the counted saves: as many items, on few ranks and on many.
 const COUNTED: [(u32, u32); 2] = [(256, 100), (1024, 25)];
 
@@ -44,33 +49,42 @@ pub(crate) fn main(args: &[&str]) -> Result {
         ["bytes"] => return print_bytes(&program),
         [unknown, ..] => return Err(format!("unknown argument {unknown}").into()),
     }
+    println!("\n{}\n", machine());
+    println!(
+        "| what | seconds | peak memory | ns for each item | bytes of the messages or the file |"
+    );
+    println!("|---|---:|---:|---:|---:|");
     let scratch = Scratch::new(&workspace::target()?, "dcp-bench-plan", false)?;
     let file = scratch.path().join("file");
     let mut rows = Vec::new();
-    let usual = SIZES.iter().flat_map(|size| LAYOUTS.map(|layout| (size, layout)));
-    for (&(ranks, keys), layout) in usual.chain(LARGEST.iter().map(|size| (size, "grid"))) {
-        let bytes = make(&program, "make-plans", layout, (ranks, keys), &file)?;
+    let plotted = LAYOUTS.iter().flat_map(|layout| RANKS.map(|ranks| (*layout, (ranks, KEYS))));
+    let mut costs = Vec::new();
+    for (layout, size) in LAYOUTS.map(|layout| (layout, TARGET)).into_iter().chain(plotted) {
+        let (ranks, keys) = size;
+        if layout == "rows" && ranks > ROWS_MAX {
+            continue;
+        }
+        let bytes = make(&program, "make-plans", layout, size, &file)?;
         let name = format!("plan {layout} {ranks} x {keys}");
-        let mut row = fastest(&program, "plan", &file, &name, bytes / u64::from(ranks))?;
+        let mut row = fastest(&program, "plan", &file, &name, bytes)?;
         // As many as ranks send.
         row.items = u64::from(ranks) * u64::from(keys);
+        println!("{row}");
+        if size != TARGET {
+            costs.push((layout, ranks, row.seconds));
+        }
         rows.push(row);
     }
     for (ranks, keys) in INDEX_SIZES {
         let bytes = make(&program, "make-metadata", "grid", (ranks, keys), &file)?;
         for what in OF_INDEX {
             let name = format!("{what} grid {ranks} x {keys}");
-            rows.push(fastest(&program, what, &file, &name, bytes)?);
+            let row = fastest(&program, what, &file, &name, bytes)?;
+            println!("{row}");
+            rows.push(row);
         }
     }
-    println!("\n{}\n", machine());
-    println!("| what | seconds | peak memory | ns for each item | bytes of a message or file |");
-    println!("|---|---:|---:|---:|---:|");
-    for row in &rows {
-        let Row { name, seconds, items, peak_kib, bytes } = row;
-        let each = seconds * 1e9 / *items as f64;
-        println!("| {name} | {seconds:.3} | {} MiB | {each:.0} | {bytes} |", peak_kib >> 10);
-    }
+    print_costs(&costs);
     let json = rows.iter().map(|row| {
         json!({
             "what": row.name, "seconds": row.seconds, "peak_kib": row.peak_kib,
@@ -81,15 +95,28 @@ pub(crate) fn main(args: &[&str]) -> Result {
     Ok(())
 }
 
+/// Plots what an item costs the coordinator, and its seconds, by layout and ranks.
+fn print_costs(costs: &[(&str, u32, f64)]) {
+    println!("\nns for each item, one # for each 10; seconds of the coordinator, {KEYS} tensors\n");
+    let mut before = "";
+    for &(layout, ranks, seconds) in costs {
+        let each = seconds * 1e9 / (f64::from(ranks) * f64::from(KEYS));
+        let shown = if layout == before { "" } else { layout };
+        let bar = "#".repeat((each / 10.0).round() as usize);
+        println!("    {shown:<11} {ranks:>6}  {bar:<36} {each:>4.0} ns {seconds:>6.2} s");
+        before = layout;
+    }
+}
+
 /// Prints the bytes of plans that the coordinator of a first save receives and sends, as a table.
 fn print_bytes(program: &Path) -> Result {
     println!(
-        "| plans of {SENT_KEYS} tensors | ranks | whole | received | most of a rank but 0 | request | places |"
+        "| plans of {KEYS} tensors | ranks | whole | received | most of a rank but 0 | request | places |"
     );
     println!("|---|---:|---:|---:|---:|---:|---:|");
     for layout in SENT_LAYOUTS {
         for ranks in SENT_RANKS {
-            let (ranks_arg, keys) = (ranks.to_string(), SENT_KEYS.to_string());
+            let (ranks_arg, keys) = (ranks.to_string(), KEYS.to_string());
             let found = output(Command::new(program).args(["bytes", layout, &ranks_arg, &keys]))?;
             let found: Value = serde_json::from_str(&found)?;
             let columns = ["whole", "received", "most", "request", "places"].map(|name| {
@@ -107,6 +134,14 @@ struct Row {
     items: u64,
     peak_kib: u64,
     bytes: u64,
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, seconds, items, peak_kib, bytes } = self;
+        let (each, peak) = (seconds * 1e9 / *items as f64, peak_kib >> 10);
+        write!(f, "| {name} | {seconds:.3} | {peak} MiB | {each:.0} | {bytes} |")
+    }
 }
 
 fn fastest(program: &Path, what: &str, file: &Path, name: &str, bytes: u64) -> Result<Row> {
@@ -171,7 +206,7 @@ fn counts(program: &Path, folder: &Path) -> Result<Map<String, Value>> {
     let file = folder.join("file");
     for (ranks, keys) in COUNTED {
         let items = u64::from(ranks) * u64::from(keys);
-        for layout in LAYOUTS {
+        for layout in COUNTED_LAYOUTS {
             let name = format!("plan {layout} {ranks} x {keys}");
             let bytes = make(program, "make-plans", layout, (ranks, keys), &file)?;
             found.insert(format!("{name}, bytes of a message"), (bytes / u64::from(ranks)).into());

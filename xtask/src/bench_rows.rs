@@ -362,7 +362,7 @@ fn evict(path: &Path) -> Result {
 }
 
 /// Free space of the file system of a folder.
-fn free_mib(folder: &Path) -> Result<u64> {
+pub(crate) fn free_mib(folder: &Path) -> Result<u64> {
     if !folder.is_dir() {
         return Err(format!("{} is not a folder", folder.display()).into());
     }

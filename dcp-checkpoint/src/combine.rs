@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use dcp_convert::keys::StatePart;
 use dcp_convert::view::{AverageOptions, Averaged, Duplicates, Merged};
 use dcp_convert::{ConvertError, JobOptions};
+use dcp_core::format::WantedKeys;
 
 use crate::checkpoint::Checkpoint;
 use crate::convert::Written;
@@ -97,7 +98,7 @@ impl Merge<'_> {
     pub async fn run(self) -> Result<Written, Error> {
         self.destination.format()?;
         let selection = self.keys.selection(StatePart::Everything);
-        let (first, all) = whole(self.checkpoints).await?;
+        let (first, all) = whole(self.checkpoints, None).await?;
         for checkpoint in &all {
             self.destination.keep_apart(checkpoint).await?;
         }
@@ -179,7 +180,7 @@ impl Average<'_> {
     pub async fn run(self) -> Result<AverageWritten, Error> {
         let format = self.destination.format()?;
         let selection = self.keys.selection(format.usual_part());
-        let (first, all) = whole(self.checkpoints).await?;
+        let (first, all) = whole(self.checkpoints, Some(&selection.needed())).await?;
         let mut notes = first.opener.notes();
         for checkpoint in &all {
             self.destination.keep_apart(checkpoint).await?;
@@ -240,10 +241,14 @@ impl Average<'_> {
     }
 }
 
-/// All of the checkpoints, whole, and the first of them as it was opened.
-async fn whole(checkpoints: &[Checkpoint]) -> Result<(&Checkpoint, Vec<Whole<'_>>), Error> {
+/// All of the checkpoints, whole or with the keys that are needed, and the first of them as it was
+/// opened.
+async fn whole<'a>(
+    checkpoints: &'a [Checkpoint],
+    needed: Option<&WantedKeys>,
+) -> Result<(&'a Checkpoint, Vec<Whole<'a>>), Error> {
     let Some(first) = checkpoints.first() else {
         return Err(Error::new(ErrorKind::InvalidOption, "there is no checkpoint to write"));
     };
-    Ok((first, Whole::of_all(checkpoints).await?))
+    Ok((first, Whole::of_all(checkpoints, needed).await?))
 }

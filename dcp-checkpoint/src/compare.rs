@@ -115,18 +115,18 @@ impl Statistics<'_> {
     /// When something is damaged or cannot be read: damage is never a statistic.
     pub async fn run(self) -> Result<StatsReport, Error> {
         let mut notes = self.checkpoint.opener.notes();
-        let checkpoint = Whole::of(self.checkpoint).await?;
-        let source = &checkpoint.source;
         let selection = match self.key {
             None => self.selection,
             Some(fqn) => {
-                dcp_convert::find(source, &fqn, None).await?;
-                let metadata = source.metadata().await?;
-                let others = metadata.iter().map(|(name, _)| name).filter(|name| ***name != *fqn);
+                dcp_convert::find(&self.checkpoint.source, &fqn, None).await?;
+                let names = self.checkpoint.source.names().await?;
+                let others = names.iter().map(|(name, _)| name).filter(|name| ***name != *fqn);
                 let others = others.map(|name| (name.to_string(), None)).collect();
                 Selection::all().with_mapping(others)
             }
         };
+        let checkpoint = Whole::of_keys(self.checkpoint, &selection.needed()).await?;
+        let source = &checkpoint.source;
         let mut report = dcp_convert::stats(source, &selection, &self.job).await?;
         // Rank 0 of a group has the report of all.
         let Some(job) = self.job.of_coordinator() else { return Ok(report) };
@@ -164,20 +164,21 @@ impl Comparison<'_> {
     /// When something is damaged or cannot be read: damage is never a difference.
     pub async fn run(self) -> Result<DiffReport, Error> {
         let mut notes = self.a.opener.notes();
-        let (a, b) = (Whole::of(self.a).await?, Whole::of(self.b).await?);
         let options = &self.options;
+        let a = Whole::of_keys(self.a, &options.needed(&options.a)).await?;
+        let b = Whole::of_keys(self.b, &options.needed(&options.b)).await?;
         let mut report = dcp_convert::diff(&a.source, &b.source, options, &self.job).await?;
         // Rank 0 of a group has the report of all.
         let Some(job) = self.job.of_coordinator().filter(|_| !options.keys_only) else {
             return Ok(report);
         };
         for (checkpoint, side) in [(&a, &options.a), (&b, &options.b)] {
-            let metadata = checkpoint.source.metadata().await?;
+            let names = checkpoint.source.names().await?;
             let compared: HashSet<&str> = side
-                .of(&metadata)?
+                .of(&names)?
                 .into_iter()
                 .filter(|key| options.compares(&key.fqn))
-                .filter_map(|key| Some(&**metadata.at(key.entry)?.0))
+                .filter_map(|key| Some(&**names.at(key.entry)?.0))
                 .collect();
             checkpoint.note_optimizer(|fqn| compared.contains(fqn), &job, &mut notes).await;
         }

@@ -111,6 +111,17 @@ impl Conversion<'_> {
         self
     }
 
+    /// Whether the result depends on other tensors than those that are written, because they are
+    /// computed from several, or get their names by the family of the model.
+    async fn reads_names_of_others(&self, format: Format) -> Result<bool, Error> {
+        let computes = self.dequantize.is_some() || self.optimizer_layout.is_some();
+        let renames = match format {
+            Format::TorchDist => true,
+            _ => self.mapping.may_rename(self.checkpoint, format).await?,
+        };
+        Ok(computes || renames)
+    }
+
     /// Converts the checkpoint. The target appears when it is complete.
     ///
     /// # Errors
@@ -120,7 +131,10 @@ impl Conversion<'_> {
         let format = self.destination.format()?;
         let selection = self.keys.selection(format.usual_part());
         let mut notes = self.checkpoint.opener.notes();
-        let checkpoint = Whole::of(self.checkpoint).await?;
+        let checkpoint = match self.reads_names_of_others(format).await? {
+            true => Whole::of(self.checkpoint).await?,
+            false => Whole::of_keys(self.checkpoint, &selection.needed()).await?,
+        };
         let (destination, job) = (&self.destination, &self.job);
         destination.keep_apart(&checkpoint).await?;
         if !matches!(format, Format::Safetensors | Format::HuggingFace) {

@@ -5,10 +5,12 @@ use std::sync::Arc;
 
 use dcp_convert::keys::{Rename, StatePart, UnmatchedPattern};
 use dcp_convert::{JobOptions, Selection, Source};
+use dcp_core::format::WantedKeys;
 use dcp_planner::KeyFilter;
 use indexmap::IndexMap;
 
 use crate::error::Error;
+use crate::format::Format;
 use crate::notes::Notes;
 
 /// Which keys are written, and under which names; all of them by default.
@@ -93,6 +95,14 @@ impl Keys {
         self.renames.iter().cloned().fold(selection, Selection::with_rename)
     }
 
+    /// The keys that a checkpoint is [opened for](crate::Opener::open_keys) to write these in a format;
+    /// `None` where those are all.
+    #[must_use]
+    pub fn needed(&self, format: Format) -> Option<WantedKeys> {
+        let selection = self.selection(format.usual_part());
+        (!selection.is_everything()).then(|| selection.needed())
+    }
+
     /// What `selection` takes of a source, and how many keys it leaves out because only the model
     /// is usually taken.
     pub(crate) async fn apply(
@@ -102,7 +112,7 @@ impl Keys {
         job: &JobOptions,
         notes: &mut Notes,
     ) -> Result<(Source, usize), Error> {
-        let all = source.metadata().await?.len();
+        let all = source.names().await?.len();
         let source = selection.apply(source, job).await?;
         let taken = source.metadata().await?.len();
         if selection.part != StatePart::Model || taken >= all || self.part.is_some() {
@@ -118,9 +128,9 @@ pub(crate) async fn taken_of(
     selection: &Selection,
     source: &Source,
 ) -> Result<HashSet<Arc<str>>, Error> {
-    let metadata = source.metadata().await?;
-    let chosen = selection.of(&metadata)?;
-    let names = chosen.iter().filter_map(|key| metadata.at(key.entry));
+    let names = source.names().await?;
+    let chosen = selection.of(&names)?;
+    let names = chosen.iter().filter_map(|key| names.at(key.entry));
     Ok(names.map(|(fqn, _)| Arc::clone(fqn)).collect())
 }
 
@@ -131,7 +141,7 @@ pub(crate) async fn unmatched_in(
 ) -> Result<Vec<UnmatchedPattern>, Error> {
     let mut unmatched: Option<Vec<UnmatchedPattern>> = None;
     for source in sources {
-        let more = selection.unmatched(&*source.metadata().await?)?;
+        let more = selection.unmatched(&*source.names().await?)?;
         let is_same = |a: &UnmatchedPattern, b: &UnmatchedPattern| {
             (&a.option, &a.pattern) == (&b.option, &b.pattern)
         };

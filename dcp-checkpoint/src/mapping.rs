@@ -69,7 +69,7 @@ impl Origin {
             let layer = name.split_once("decoder.layers.").map(|(_, rest)| rest);
             layer.is_some_and(|rest| rest.contains("self_attention.linear_"))
         };
-        if source.metadata().await?.iter().any(|(name, _)| is_layer(name)) {
+        if source.names().await?.iter().any(|(name, _)| is_layer(name)) {
             return Ok(Self::Megatron);
         }
         let storage = &*opened.storage;
@@ -99,6 +99,13 @@ enum Chosen {
 }
 
 impl MappingOptions {
+    /// Whether tensors get other names on the way to a format.
+    pub(crate) async fn may_rename(&self, opened: &Checkpoint, to: Format) -> Result<bool, Error> {
+        let by_names = to == Format::HuggingFace
+            && Origin::of(opened, &opened.source).await? == Origin::Megatron;
+        Ok(self.arch.is_some() || by_names)
+    }
+
     /// `source`, which was opened as `opened`, under the names of the other side, if it goes there.
     pub(crate) async fn apply(
         &self,

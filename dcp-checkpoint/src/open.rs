@@ -52,7 +52,7 @@ impl Opener {
     async fn open_noting(&self, uri: &str, notes: &mut Notes) -> Result<Checkpoint, Error> {
         let opened = |place: String, format: FormatInfo, found: OpenedCheckpoint| Checkpoint {
             opener: self.for_keys(None),
-            has_all_keys: self.keys.is_none(),
+            has_all_keys: found.names.is_none(),
             uri: uri.to_owned(),
             place,
             format,

@@ -7,10 +7,14 @@ use crate::error::Error;
 use crate::opener::Opener;
 
 impl Opener {
-    /// Opens a checkpoint as [`open`](Self::open) does, to inspect or get these keys. A format may
-    /// leave out other tensors: it then opens a large checkpoint in less time and memory. Where no
-    /// key is accepted, all are there, so that errors can name them. Jobs that need the whole
-    /// checkpoint open it again.
+    /// Opens a checkpoint as [`open`](Self::open) does, for these keys. A format may leave out other
+    /// tensors, and all checks of them: it then opens a large checkpoint in less time and memory.
+    /// Where no key is chosen, all are there, so that errors can name them. A job that needs others
+    /// opens the checkpoint again.
+    ///
+    /// Conversions, reshards, averages, statistics and comparisons need the keys that they select, by
+    /// [`Selection::needed`](dcp_convert::Selection::needed), [`Keys::needed`](crate::Keys::needed) or
+    /// [`DiffOptions::needed`](dcp_convert::jobs::diff::DiffOptions::needed).
     ///
     /// ```no_run
     /// # async fn example(opener: dcp_checkpoint::Opener) -> Result<(), dcp_checkpoint::Error> {

@@ -139,8 +139,11 @@ impl Opener {
         let options = self.options();
         let opened = format.open(place, &options).await?;
         let Some(keys) = &self.keys else { return Ok(opened) };
-        let metadata = opened.reader.metadata().await?;
-        match metadata.iter().any(|(fqn, _)| keys.accepts(fqn)) {
+        let names = match &opened.names {
+            Some(names) => Arc::clone(names),
+            None => return Ok(opened),
+        };
+        match keys.of(&names).contains(&true) {
             true => Ok(opened),
             false => format.open(place, &options.with_keys(None)).await,
         }

@@ -91,7 +91,7 @@ pub(crate) fn keep_urls_apart(
 /// its folder; with whether it is a folder.
 async fn parts(source: &Checkpoint) -> Result<Vec<(String, bool)>, Error> {
     let place = &*source.place;
-    let metadata = source.source.metadata().await?;
+    let metadata = source.source.names().await?;
     let folder = match crate::uri::split(place) {
         Some((parent, _)) if !source.is_folder => parent,
         _ => place.to_owned(),

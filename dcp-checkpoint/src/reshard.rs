@@ -132,7 +132,10 @@ impl Resharding<'_> {
     pub async fn run(self) -> Result<Written, Error> {
         let selection = self.keys.selection(StatePart::Everything);
         let mut notes = self.checkpoint.opener.notes();
-        let checkpoint = Whole::of(self.checkpoint).await?;
+        let checkpoint = match self.optimizer_layout {
+            Some(_) => Whole::of(self.checkpoint).await?,
+            None => Whole::of_keys(self.checkpoint, &selection.needed()).await?,
+        };
         keep_apart(&checkpoint, self.destination.uri(), Shape::Folder).await?;
         refuse_unfinished(&checkpoint)?;
         let (destination, job) = (self.destination()?, &self.job);

@@ -2,6 +2,9 @@
 
 use std::ops::Deref;
 
+use dcp_convert::keys::has_needed;
+use dcp_core::format::WantedKeys;
+
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
 use crate::opener::Need;
@@ -23,6 +26,17 @@ impl<'a> Whole<'a> {
         Ok(Self::Again(Box::new(opener.open(&checkpoint.uri).await?)))
     }
 
+    /// The same for a job that needs only these keys: the checkpoint itself where it was opened so and
+    /// has them.
+    pub(crate) async fn of_keys(
+        checkpoint: &'a Checkpoint,
+        needed: &WantedKeys,
+    ) -> Result<Self, Error> {
+        let is_enough =
+            checkpoint.opener.need == Need::Whole && has_needed(&checkpoint.source, needed).await?;
+        if is_enough { Ok(Self::Opened(checkpoint)) } else { Self::of(checkpoint).await }
+    }
+
     /// The checkpoint itself where it was opened for all keys, else opened again.
     pub(crate) async fn with_all_keys(checkpoint: &'a Checkpoint) -> Result<Self, Error> {
         if checkpoint.has_all_keys {
@@ -32,10 +46,16 @@ impl<'a> Whole<'a> {
         Ok(Self::Again(Box::new(opener.open(&checkpoint.uri).await?)))
     }
 
-    pub(crate) async fn of_all(checkpoints: &'a [Checkpoint]) -> Result<Vec<Self>, Error> {
+    pub(crate) async fn of_all(
+        checkpoints: &'a [Checkpoint],
+        needed: Option<&WantedKeys>,
+    ) -> Result<Vec<Self>, Error> {
         let mut all = Vec::with_capacity(checkpoints.len());
         for checkpoint in checkpoints {
-            all.push(Self::of(checkpoint).await?);
+            all.push(match needed {
+                Some(needed) => Self::of_keys(checkpoint, needed).await?,
+                None => Self::of(checkpoint).await?,
+            });
         }
         Ok(all)
     }

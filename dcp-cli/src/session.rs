@@ -94,13 +94,17 @@ impl Session {
         Ok(self.opener().need(need).open(uri).await?)
     }
 
-    /// Opens a checkpoint as far as it can be read, for a command that needs only these tensors.
-    pub(crate) async fn open_keys(
+    /// The same for a command that needs only these tensors, where it does not need all.
+    pub(crate) async fn open_for(
         &self,
         uri: &str,
-        keys: WantedKeys,
+        need: Need,
+        keys: Option<WantedKeys>,
     ) -> Result<Checkpoint, Failure> {
-        Ok(self.opener().open_keys(uri, keys).await?)
+        match keys {
+            Some(keys) => Ok(self.opener().need(need).open_keys(uri, keys).await?),
+            None => self.open(uri, need).await,
+        }
     }
 
     /// Opens several.
@@ -108,10 +112,11 @@ impl Session {
         &self,
         uris: &[String],
         need: Need,
+        keys: Option<WantedKeys>,
     ) -> Result<Vec<Checkpoint>, Failure> {
         let mut all = Vec::with_capacity(uris.len());
         for uri in uris {
-            all.push(self.open(uri, need).await?);
+            all.push(self.open_for(uri, need, keys.clone()).await?);
         }
         Ok(all)
     }

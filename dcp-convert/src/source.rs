@@ -28,6 +28,8 @@ pub struct Source {
     pub reader: Arc<dyn StorageReader>,
     /// The reader again under its concrete type (an `Arc<R>`), for operations beyond the trait.
     concrete: Option<Arc<dyn Any + Send + Sync>>,
+    /// All keys and files, where the reader's metadata lacks tensors that are not needed.
+    names: Option<Arc<CheckpointMetadata>>,
     /// The file in which one pickle holds all objects.
     single_pickle: Option<Key>,
     /// The checks of the format that the reader does not make.
@@ -65,9 +67,8 @@ impl From<OpenedCheckpoint> for Source {
             return (*source).clone();
         }
         let (storage, single_pickle) = (Arc::clone(&opened.storage), opened.single_pickle.clone());
-        let mut source = Self::of_opened(opened, storage);
-        source.single_pickle = single_pickle;
-        source
+        let names = opened.names.clone();
+        Self { single_pickle, names, ..Self::of_opened(opened, storage) }
     }
 }
 
@@ -92,6 +93,7 @@ impl Source {
             storage,
             reader,
             concrete: None,
+            names: None,
             single_pickle: None,
             audit: None,
             kept: None,
@@ -237,6 +239,25 @@ impl Source {
     /// The objects that a `torch.save` file stores unchanged.
     pub(crate) fn kept(&self) -> Option<&Arc<KeptObjects>> {
         self.kept.as_ref()
+    }
+
+    /// Whether it was opened without some tensors; see [`names`](Self::names).
+    #[must_use]
+    pub fn lacks_tensors(&self) -> bool {
+        self.names.is_some()
+    }
+
+    /// All keys and files of the checkpoint, also those of tensors that it was opened without and
+    /// that its [`metadata`](Self::metadata) lacks. Tensors may be without chunks.
+    ///
+    /// # Errors
+    ///
+    /// As [`metadata`](Self::metadata).
+    pub async fn names(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        match &self.names {
+            Some(names) => Ok(Arc::clone(names)),
+            None => self.metadata().await,
+        }
     }
 
     /// The checkpoint's index.

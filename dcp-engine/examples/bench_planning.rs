@@ -14,6 +14,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use dcp_core::format::WantedKeys;
 use dcp_core::metadata::{Encoding, Entry, FileId, Placement};
 use dcp_core::path::PathItem;
 use dcp_core::plan::{
@@ -67,8 +68,8 @@ fn main() -> Result {
         }
         ["decode-one", file] => {
             let bytes = std::fs::read(file)?;
-            let is_wanted = |fqn: &str| fqn == ONE;
-            let (decoded, time) = timed(|| decode_selected(&bytes, &is_wanted));
+            let wanted = WantedKeys::one(ONE);
+            let (decoded, time) = timed(|| decode_selected(&bytes, &wanted));
             report(time, chunks(&decoded?.metadata))
         }
         ["encode", file] => {

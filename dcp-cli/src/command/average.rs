@@ -116,7 +116,8 @@ pub(crate) fn average(args: &Average, session: &Session) -> Result<(), Failure> 
     let keys = args.choosing.keys()?;
     let averaged = session.run(true, async {
         let bar = Bar::new(out, "averaging");
-        let all = session.open_all(&args.sources, Need::Whole).await?;
+        let needed = keys.needed(destination.format()?);
+        let all = session.open_all(&args.sources, Need::Whole, needed).await?;
         let average = checkpoint::average(&all, destination)
             .keys(keys)
             .options(args.options())

@@ -1,7 +1,7 @@
 //! `dcp convert`.
 
 use clap::Args;
-use dcp::checkpoint::Need;
+use dcp::checkpoint::{Format, Need};
 use dcp::convert::view::DequantizeOptions;
 use dcp::core::DType;
 
@@ -52,6 +52,7 @@ Keys:
   A GLOB is a whole name in which * matches any text and ? one character, or the beginning
   of names up to a dot. Keys are chosen by the names they have; then --map and --rename apply.
   With a mapping (--arch), the names are those that it gives.
+  The chunks and files of tensors that are left out are not checked.
   Two keys that would get one name are an error, and nothing is written.")]
 pub(crate) struct Convert {
     /// The checkpoint: a directory or a file of any format.
@@ -105,10 +106,16 @@ pub(crate) fn convert(args: &Convert, session: &Session) -> Result<(), Failure> 
     let out = &session.out;
     let destination = args.destination.at(&args.target, &session.rollback);
     // A format that is not known is an error before anything is read.
-    destination.format()?;
+    let format = destination.format()?;
     let (keys, mapping) = (args.choosing.keys()?, args.arch.options()?);
+    // What computes tensors of several, or renames them all, needs the others too.
+    let needs_others = args.dequantize.is_some()
+        || args.optimizer.layout().is_some()
+        || args.arch.is_given()
+        || format == Format::TorchDist;
+    let needed = if needs_others { None } else { keys.needed(format) };
     let written = session.run(true, async {
-        let opened = session.open(&args.source, Need::Whole).await?;
+        let opened = session.open_for(&args.source, Need::Whole, needed).await?;
         let bar = Bar::new(out, "converting");
         let conversion = opened
             .convert(destination)

@@ -147,6 +147,12 @@ impl Diff {
         Ok(options)
     }
 
+    /// Whether an option leaves keys out.
+    fn chooses_keys(&self) -> bool {
+        let patterns = self.include.len() + self.exclude.len();
+        patterns > 0 || self.model_only || self.no_optimizer
+    }
+
     fn side(&self, strip: Option<&str>, renames: &[Rename]) -> Result<Selection, Failure> {
         let mut selection = Selection::all().with_part(match () {
             () if self.model_only => StatePart::Model,
@@ -165,8 +171,9 @@ pub(crate) fn diff(args: &Diff, session: &Session) -> Result<(), Failure> {
     let options = args.options()?;
     let report = session
         .run(!args.keys_only, async {
-            let a = session.open(&args.a, Need::Whole).await?;
-            let b = session.open(&args.b, Need::Whole).await?;
+            let needed = |side| args.chooses_keys().then(|| options.needed(side));
+            let a = session.open_for(&args.a, Need::Whole, needed(&options.a)).await?;
+            let b = session.open_for(&args.b, Need::Whole, needed(&options.b)).await?;
             let bar = Bar::new(out, "comparing");
             let job = session.shared(bar.options().with_max_memory(args.max_memory));
             let diff = a.diff(&b).options(options).job(job);

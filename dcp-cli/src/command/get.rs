@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use dcp::DType;
+use dcp::checkpoint::Need;
 use dcp::checkpoint::TargetOptions;
 use dcp::checkpoint::jobs::Item;
 use dcp::convert::JobOptions;
@@ -73,7 +74,8 @@ pub(crate) struct Get {
 pub(crate) fn get(args: &Get, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
     session.run(args.output.is_some(), async {
-        let opened = session.open_keys(&args.uri, WantedKeys::one(&args.fqn)).await?;
+        let keys = Some(WantedKeys::one(&args.fqn));
+        let opened = session.open_for(&args.uri, Need::Readable, keys).await?;
         let lookup = opened.get(&args.fqn).dtype(args.dtype);
         let item = match &args.slice {
             Some(slice) => lookup.slice(slice).run().await?,

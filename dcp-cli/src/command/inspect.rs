@@ -99,10 +99,7 @@ pub(crate) fn inspect(args: &Inspect, session: &Session) -> Result<(), Failure> 
         (None, None) => None,
     };
     let inspected = session.run(false, async {
-        let opened = match keys {
-            Some(keys) => session.open_keys(&args.uri, keys).await?,
-            None => session.open(&args.uri, Need::Readable).await?,
-        };
+        let opened = session.open_for(&args.uri, Need::Readable, keys).await?;
         if !args.json {
             session.note_ambiguity(&args.uri).await?;
         }

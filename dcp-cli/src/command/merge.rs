@@ -57,7 +57,8 @@ pub(crate) fn merge(args: &Merge, session: &Session) -> Result<(), Failure> {
     let duplicates = if args.identical { Duplicates::Identical } else { Duplicates::Refuse };
     let written = session.run(true, async {
         let bar = Bar::new(out, "merging");
-        let all = session.open_all(&args.sources, Need::Whole).await?;
+        // Keys are chosen in the whole, in which those of all must differ.
+        let all = session.open_all(&args.sources, Need::Whole, None).await?;
         let merge = checkpoint::merge(&all, destination)
             .keys(keys)
             .duplicates(duplicates)

@@ -1,7 +1,7 @@
 //! `dcp reshard`.
 
 use clap::Args;
-use dcp::checkpoint::Need;
+use dcp::checkpoint::{Format, Need};
 
 use crate::failure::Failure;
 use crate::options::Compress;
@@ -90,7 +90,11 @@ pub(crate) fn reshard(args: &Reshard, session: &Session) -> Result<(), Failure> 
     let out = &session.out;
     let keys = args.choosing.keys()?;
     let written = session.run(true, async {
-        let opened = session.open(&args.source, Need::Whole).await?;
+        let needed = match args.optimizer.layout() {
+            Some(_) => None,
+            None => keys.needed(Format::Dcp),
+        };
+        let opened = session.open_for(&args.source, Need::Whole, needed).await?;
         let bar = Bar::new(out, "writing");
         let reshard = opened
             .reshard(&args.target)

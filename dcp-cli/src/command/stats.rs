@@ -4,6 +4,7 @@ use clap::{Args, ValueEnum};
 use dcp::checkpoint::Need;
 use dcp::convert::Selection;
 use dcp::convert::jobs::stats::{Anomaly, StatsReport, TensorStats};
+use dcp::core::format::WantedKeys;
 use dcp::planner::KeyFilter;
 
 use crate::failure::{Exit, Failure};
@@ -120,11 +121,15 @@ impl From<FailOn> for Anomaly {
 pub(crate) fn stats(args: &Stats, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
     let mut report = session.run(true, async {
-        let opened = session.open(&args.uri, Need::Whole).await?;
         let selection = match &*args.filter {
             [] => Selection::all(),
             filter => Selection::all().with_include(KeyFilter::any_of(filter)),
         };
+        let keys = match &args.fqn {
+            Some(fqn) => Some(WantedKeys::one(fqn)),
+            None => (!selection.is_everything()).then(|| selection.needed()),
+        };
+        let opened = session.open_for(&args.uri, Need::Whole, keys).await?;
         let bar = Bar::new(out, "counting");
         let options = session.shared(bar.options().with_max_memory(args.max_memory));
         let stats = opened.stats().selection(selection).key(args.fqn.clone()).job(options);

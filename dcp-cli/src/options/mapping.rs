@@ -57,6 +57,11 @@ enum TransformerImpl {
 }
 
 impl Arch {
+    /// Whether a mapping was named.
+    pub(crate) fn is_given(&self) -> bool {
+        self.arch.is_some()
+    }
+
     /// The library's options for these.
     pub(crate) fn options(&self) -> Result<MappingOptions, Failure> {
         let arch = self.arch.as_deref().map(Architecture::named).transpose()?;

@@ -35,6 +35,35 @@ fn globs_choose_and_substitutions_rename() {
         .fails(2, &["the selection leaves nothing of the checkpoint"]);
 }
 
+/// Of a DCP checkpoint, commands read and check the chosen tensors alone.
+#[test]
+fn what_is_not_chosen_may_be_missing() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let header = br#"{"one":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"wide":{"dtype":"F32","shape":[4,2],"data_offsets":[4,36]}}"#;
+    let model = [&(header.len() as u64).to_le_bytes()[..], header, &[7; 36]].concat();
+    let (whole, half, out) = (at("model.safetensors"), at("half"), at("out"));
+    fs::write(&whole, model).unwrap();
+    dcp(["convert", &whole, &half, "--to=dcp", "-n2"]).ok();
+    fs::remove_file(format!("{half}/__1_0.distcp")).unwrap();
+    for command in [
+        &["convert", &half, &out, "--to=dcp", "--overwrite"][..],
+        &["reshard", &half, &out, "-n2", "--overwrite"],
+        &["average", &half, &whole, "--out", &out, "--to=dcp", "--overwrite"],
+        &["diff", &half, &whole],
+    ] {
+        let with = |include| dcp(command.iter().copied().chain([include]));
+        with("--include=one").ok();
+        with("--exclude=wide").ok();
+        assert!(with("--include=wide").stderr.contains("__1_0.distcp"), "{command:?}");
+        assert!(dcp(command).stderr.contains("__1_0.distcp"), "{command:?}");
+    }
+    dcp(["stats", &half, "one"]).ok();
+    dcp(["stats", &half, "--filter=one"]).ok();
+    assert!(dcp(["stats", &half, "wide"]).stderr.contains("__1_0.distcp"));
+    assert!(dcp(["stats", &half, "--filter=w*"]).stderr.contains("__1_0.distcp"));
+}
+
 /// A typo in a pattern changes what is written, so it is never silent.
 #[test]
 fn patterns_that_match_nothing_are_named_with_the_nearest_key() {

@@ -21,13 +21,13 @@ impl Selection {
     ///
     /// As [`Selection::of`]; when the selection is empty, and when the checkpoint cannot be read.
     pub async fn apply(&self, source: &Source, job: &JobOptions) -> Result<Source, ConvertError> {
-        if self.is_everything() {
+        if self.is_everything() && !source.lacks_tensors() {
             return Ok(source.clone());
         }
-        let metadata = source.metadata().await?;
-        let chosen = self.of(&metadata)?;
-        if chosen.is_empty() && !metadata.is_empty() {
-            let unmatched = self.unmatched_filters(&metadata);
+        let (metadata, names) = (source.metadata().await?, source.names().await?);
+        let chosen = self.in_source(source).await?;
+        if chosen.is_empty() && !names.is_empty() {
+            let unmatched = self.unmatched_filters(&names);
             let why: Vec<_> = unmatched.iter().map(|one| format!(": {}", one.message())).collect();
             let problem = format!("leaves nothing of the checkpoint{}", why.concat());
             return Err(ConvertError::invalid_option("the selection", problem));
@@ -55,7 +55,7 @@ impl Selection {
         if self.mapping.is_empty() && self.renames.is_empty() {
             return Ok(renamed);
         }
-        let keys = keys_of_params(metadata);
+        let keys = keys_of_params(&*source.names().await?);
         for one in chosen {
             let Some((fqn, Entry::Object(_))) = metadata.at(one.entry) else { continue };
             let Some(params) = RenamedParams::of(fqn, &one.fqn, &keys) else { continue };

@@ -12,6 +12,7 @@ use super::wanted_keys::WantedKeys;
 use crate::checkpoint::StorageReader;
 use crate::error::StorageError;
 use crate::key::Key;
+use crate::metadata::CheckpointMetadata;
 use crate::storage::Storage;
 
 /// How a checkpoint is opened.
@@ -28,7 +29,8 @@ pub struct OpenOptions {
     /// differ.
     pub rank: Option<u32>,
     /// The tensors that are needed; `None` for all. A format may leave others out of the metadata,
-    /// where it opens the checkpoint faster without them, but no objects.
+    /// where it opens the checkpoint faster without them, but no objects. One that does returns their
+    /// [`names`](OpenedCheckpoint::names).
     pub keys: Option<WantedKeys>,
 }
 
@@ -180,6 +182,10 @@ pub struct OpenedCheckpoint {
     pub storage: Arc<dyn Storage>,
     /// The meaning of the bytes.
     pub reader: Arc<dyn StorageReader>,
+    /// All keys and files, also those that [`OpenOptions::keys`] left out of the reader's metadata, in the
+    /// order of the checkpoint. Tensors may have no chunks, objects no placement. `None` where nothing
+    /// was left out.
+    pub names: Option<Arc<CheckpointMetadata>>,
     /// What is odd about the checkpoint but does not keep it from being read, for people.
     pub notes: Vec<String>,
     /// The checks of the format that the reader does not make.
@@ -201,6 +207,7 @@ impl OpenedCheckpoint {
         Self {
             storage,
             reader,
+            names: None,
             notes: Vec::new(),
             audit: None,
             differing: Vec::new(),
@@ -208,6 +215,13 @@ impl OpenedCheckpoint {
             single_pickle: None,
             extensions: Vec::new(),
         }
+    }
+
+    /// The same, with all keys and files, where the reader's metadata lacks some.
+    #[must_use]
+    pub fn with_names(mut self, names: Option<Arc<CheckpointMetadata>>) -> Self {
+        self.names = names;
+        self
     }
 
     /// The same, with notes.

@@ -3,15 +3,29 @@
 use std::fmt;
 use std::sync::Arc;
 
-/// A condition on the keys of a checkpoint.
+use crate::metadata::CheckpointMetadata;
+
+/// Says of each key, by position, whether it is needed.
+type Choose = dyn Fn(&CheckpointMetadata) -> Vec<bool> + Send + Sync;
+
+/// A choice among the keys of a checkpoint.
 #[derive(Clone)]
-pub struct WantedKeys(Arc<dyn Fn(&str) -> bool + Send + Sync>);
+pub struct WantedKeys(Arc<Choose>);
 
 impl WantedKeys {
     /// The keys for which `accepts` is true.
     #[must_use]
     pub fn new(accepts: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
-        Self(Arc::new(accepts))
+        Self::choosing(move |keys| keys.iter().map(|(key, _)| accepts(key)).collect())
+    }
+
+    /// The keys that `choose` says are needed, by their positions. It sees all keys with their dtypes,
+    /// shapes and paths; tensors may have no chunks.
+    #[must_use]
+    pub fn choosing(
+        choose: impl Fn(&CheckpointMetadata) -> Vec<bool> + Send + Sync + 'static,
+    ) -> Self {
+        Self(Arc::new(choose))
     }
 
     /// One key.
@@ -21,14 +35,16 @@ impl WantedKeys {
         Self::new(move |name| name == key)
     }
 
-    /// Whether a key is needed.
+    /// Whether each of `keys` is needed, by position.
     #[must_use]
-    pub fn accepts(&self, key: &str) -> bool {
-        (self.0)(key)
+    pub fn of(&self, keys: &CheckpointMetadata) -> Vec<bool> {
+        let mut needed = (self.0)(keys);
+        needed.resize(keys.len(), false);
+        needed
     }
 }
 
-/// Conditions are equal where one is a clone of the other.
+/// Choices are equal where one is a clone of the other.
 impl PartialEq for WantedKeys {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
@@ -45,13 +61,29 @@ impl fmt::Debug for WantedKeys {
 
 #[cfg(test)]
 mod tests {
-    use super::WantedKeys;
+    use super::*;
+    use crate::metadata::{Entry, ObjectEntry};
+
+    fn keys(names: &[&str]) -> CheckpointMetadata {
+        let mut keys = CheckpointMetadata::new();
+        for name in names {
+            keys.insert(*name, Entry::Object(ObjectEntry::new(None)));
+        }
+        keys
+    }
 
     #[test]
-    fn a_condition_equals_its_clones_alone() {
+    fn a_choice_equals_its_clones_alone() {
         let one = WantedKeys::one("a.weight");
-        assert!(one.accepts("a.weight") && !one.accepts("a.bias"));
+        assert_eq!(one.of(&keys(&["a.bias", "a.weight"])), [false, true]);
         assert_eq!(one, one.clone());
         assert_ne!(one, WantedKeys::one("a.weight"));
+    }
+
+    #[test]
+    fn what_a_choice_does_not_mention_is_not_needed() {
+        let first = WantedKeys::choosing(|_| vec![true]);
+        assert_eq!(first.of(&keys(&["a", "b", "c"])), [true, false, false]);
+        assert_eq!(WantedKeys::choosing(|_| vec![true; 9]).of(&keys(&["a"])), [true]);
     }
 }

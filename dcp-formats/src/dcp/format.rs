@@ -244,6 +244,7 @@ impl CheckpointFormat for DcpFormat {
         let differing =
             differing.iter().map(|one| RankDifference::new(Arc::clone(&one.fqn), one.ranks()));
         let opened = opened
+            .with_names(reader.names().await?)
             .with_notes(reader.rank_warnings().await?.iter().cloned())
             .with_differing(differing.collect());
         Ok(opened.with_audit(Arc::clone(&reader) as _).with_extension(reader))

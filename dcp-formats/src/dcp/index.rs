@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::format::WantedKeys;
-use dcp_core::metadata::{Entry, Placement};
+use dcp_core::metadata::{Entry, Placement, TensorEntry};
 use dcp_core::storage::{ObjectMeta, StorageExt as _};
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Dims, FormatError, Key, Storage, StorageError,
@@ -27,6 +27,8 @@ use crate::safetensors::INDEX_ENDING;
 #[derive(Clone, Debug)]
 pub(super) struct Index {
     pub(super) metadata: Arc<CheckpointMetadata>,
+    /// All keys and files, where the metadata lacks tensors that are not needed.
+    pub(super) names: Option<Arc<CheckpointMetadata>>,
     /// As [`Decoded::original_shapes`]; empty when the metadata of ranks were merged.
     pub(super) original_shapes: Arc<HashMap<Arc<str>, Dims>>,
     /// As [`Decoded::foreign_names`]; empty when the metadata of ranks were merged.
@@ -63,18 +65,18 @@ pub(super) async fn load(
     let IndexOptions { tolerant, check_files, rank, ref keys } = *options;
     let mut warnings = Vec::new();
     let (mut differing, mut rank_warnings, mut stale) = (Vec::new(), Vec::new(), None);
-    let (mut original_shapes, mut foreign_names) = (HashMap::new(), Vec::new());
+    let (mut original_shapes, mut foreign_names, mut names) = (HashMap::new(), Vec::new(), None);
     let list_early = async { if check_files { list_early(&**storage).await } else { None } };
     let (bytes, early) = join(read_if_there(&**storage, METADATA), list_early).await;
     let (mut metadata, crc32) = match bytes? {
         Some(bytes) => {
             let decoded = match keys {
                 None => decode_all(&bytes),
-                Some(keys) => decode_selected(&bytes, &|fqn| keys.accepts(fqn)),
+                Some(keys) => decode_selected(&bytes, keys),
             };
             let decoded = decoded.map_err(|error| error.in_file(METADATA, 0))?;
             original_shapes = decoded.original_shapes;
-            foreign_names = decoded.foreign_names;
+            (foreign_names, names) = (decoded.foreign_names, decoded.names);
             (decoded.metadata, Some(crc32fast::hash(&bytes)))
         }
         None => {
@@ -82,7 +84,7 @@ pub(super) async fn load(
             (differing, rank_warnings, stale) = (merged.differing, merged.warnings, merged.stale);
             let mut metadata = merged.metadata;
             if let Some(keys) = keys {
-                metadata.retain(|fqn, entry| entry.as_object().is_some() || keys.accepts(fqn));
+                names = leave_out(&mut metadata, keys);
             }
             (metadata, None)
         }
@@ -129,6 +131,7 @@ pub(super) async fn load(
     let (differing, rank_warnings) = (differing.into(), rank_warnings.into());
     Ok(Index {
         metadata,
+        names: names.map(Arc::new),
         original_shapes,
         foreign_names,
         crc32,
@@ -137,6 +140,29 @@ pub(super) async fn load(
         rank_warnings,
         differing,
     })
+}
+
+/// Removes tensors that are not needed. Returns all keys and files, without chunks, where it removes
+/// any.
+fn leave_out(metadata: &mut CheckpointMetadata, keys: &WantedKeys) -> Option<CheckpointMetadata> {
+    let mut needed = keys.of(metadata).into_iter();
+    let mut all = CheckpointMetadata::new();
+    for (fqn, entry) in metadata.iter() {
+        let name = match entry {
+            Entry::Tensor(tensor) => {
+                let mut name = TensorEntry::new(tensor.dtype, tensor.shape.clone());
+                (name.path, name.properties) = (tensor.path.clone(), tensor.properties.clone());
+                Entry::Tensor(name)
+            }
+            other => other.clone(),
+        };
+        all.insert(Arc::clone(fqn), name);
+    }
+    for file in metadata.files() {
+        all.intern_file(file)?;
+    }
+    metadata.retain(|_, entry| needed.next() == Some(true) || entry.as_object().is_some());
+    (metadata.len() < all.len()).then_some(all)
 }
 
 async fn read_if_there(

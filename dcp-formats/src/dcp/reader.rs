@@ -93,6 +93,16 @@ impl DcpReader {
         Ok(self.index().await?.warnings)
     }
 
+    /// All keys and files of the index, without chunks, where [`keys`](DcpReaderBuilder::keys) left
+    /// tensors out of the metadata.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn names(&self) -> Result<Option<Arc<CheckpointMetadata>>, CheckpointError> {
+        Ok(self.index().await?.names)
+    }
+
     /// The sidecar that [`DcpWriter`](super::DcpWriter) wrote; `None` for checkpoints without one,
     /// such as PyTorch's own.
     ///
@@ -270,7 +280,8 @@ impl DcpReaderBuilder {
 
     /// The tensors that are read; by default all. Others are not in the metadata, and their chunks
     /// are not decoded: a part of a large checkpoint is opened in less time and memory. Objects are
-    /// all there.
+    /// all there. Of the others it is not checked whether their chunks fit, overlap or leave holes,
+    /// nor whether their files are there and long enough.
     pub fn keys(mut self, keys: WantedKeys) -> Self {
         self.reader.how.keys = Some(keys);
         self

@@ -3,19 +3,18 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use dcp_core::format::WantedKeys;
 use dcp_core::metadata::{Entry, ObjectEntry, TensorEntry, TensorProperties};
 use dcp_core::path::{PathItem, StatePath};
 use dcp_core::{CheckpointMetadata, DType, Dims, FormatError};
 
 use super::attributes::{Graph, Wanted, bad, missing};
 use super::class::{Class, describe};
-use super::places::Places;
+use super::places::{LeftOut, Places};
 use crate::pickle::{ForeignName, Limits, Node, NodeId, Pickle};
 
 /// The value of [`dcp_core::metadata::Provenance::format`] for these checkpoints.
 const FORMAT: &str = "torch_dcp";
-/// Whether a tensor of that name is read.
-type IsWanted<'a> = &'a dyn Fn(&str) -> bool;
 /// The attributes of a chunk.
 const CHUNK: [&str; 2] = ["offsets", "sizes"];
 
@@ -44,6 +43,9 @@ pub struct Decoded {
     pub original_shapes: HashMap<Arc<str>, Dims>,
     /// Names that Python imports when it loads it, and that are not known to be harmless.
     pub foreign_names: Vec<ForeignName>,
+    /// All keys and files, where the index lacks tensors that were not chosen; their tensors have no
+    /// chunks, their objects no placement.
+    pub names: Option<CheckpointMetadata>,
 }
 
 /// Like [`decode`], with what Megatron-Core adds.
@@ -55,27 +57,26 @@ pub fn decode_all(bytes: &[u8]) -> Result<Decoded, FormatError> {
     decode_bytes(bytes, None)
 }
 
-/// Like [`decode_all`], without the tensors whose names `is_wanted` refuses, and without the names
-/// of files that only those are in. Their chunks are not read, so that one tensor of a large index
-/// takes less time and memory than all. Objects are kept, whatever their names.
+/// Like [`decode_all`], without the tensors that `wanted` does not choose, and without the files that
+/// only those are in. Their chunks are not read, so that some tensors of a large index take less time
+/// and memory than all. Objects are kept, whatever their names. [`Decoded::names`] has what was left
+/// out.
 ///
 /// # Errors
 ///
-/// As [`decode_all`], but not for a chunk or a placement of a tensor that is left out.
-pub fn decode_selected(
-    bytes: &[u8],
-    is_wanted: &dyn Fn(&str) -> bool,
-) -> Result<Decoded, FormatError> {
-    decode_bytes(bytes, Some(is_wanted))
+/// As [`decode_all`], but of the tensors that are left out no chunk is checked, and of their
+/// placements only the key and the name of the file.
+pub fn decode_selected(bytes: &[u8], wanted: &WantedKeys) -> Result<Decoded, FormatError> {
+    decode_bytes(bytes, Some(wanted))
 }
 
-fn decode_bytes(bytes: &[u8], is_wanted: Option<IsWanted<'_>>) -> Result<Decoded, FormatError> {
+fn decode_bytes(bytes: &[u8], wanted: Option<&WantedKeys>) -> Result<Decoded, FormatError> {
     // What most of a large index consists of is read as records, in a tenth of the time and the
     // memory. A pickle that is not as picklers write it, or damaged, is read without.
     let index = Pickle::parse_with_records(bytes, &Limits::DEFAULT, Class::has_records);
-    match index.and_then(|pickle| decode_graph(&pickle, is_wanted)) {
+    match index.and_then(|pickle| decode_graph(&pickle, wanted)) {
         Ok(decoded) => Ok(decoded),
-        Err(_) => decode_graph(&Pickle::parse(bytes, &Limits::DEFAULT)?, is_wanted),
+        Err(_) => decode_graph(&Pickle::parse(bytes, &Limits::DEFAULT)?, wanted),
     }
 }
 
@@ -88,39 +89,58 @@ pub fn decode_parsed(pickle: &Pickle<'_>) -> Result<Decoded, FormatError> {
     decode_graph(pickle, None)
 }
 
-fn decode_graph(
-    pickle: &Pickle<'_>,
-    is_wanted: Option<IsWanted<'_>>,
-) -> Result<Decoded, FormatError> {
-    let is_wanted = |fqn: &str| is_wanted.is_none_or(|is_wanted| is_wanted(fqn));
+fn decode_graph(pickle: &Pickle<'_>, wanted: Option<&WantedKeys>) -> Result<Decoded, FormatError> {
     let graph = Graph::new(pickle);
     let root = pickle.root();
     let metadata = graph.instance(root, Class::Metadata, "the whole")?;
 
     let mut out = CheckpointMetadata::new();
+    // The instances of entries whose chunks are read after the choice.
+    let mut instances = Vec::new();
     if let Some(entries) = graph.attribute(metadata, "state_dict_metadata") {
         for [key, value] in graph.entries(entries, "state_dict_metadata")? {
             let fqn = graph.str(*key, "a name in state_dict_metadata")?;
-            let entry = entry(&graph, fqn, *value, is_wanted(fqn))?;
-            out.insert(fqn, entry);
-        }
-    }
-    let is_kept = |fqn: &str, entry: &Entry| entry.as_object().is_some() || is_wanted(fqn);
-    let kept: Vec<bool> = out.iter().map(|(fqn, entry)| is_kept(fqn, entry)).collect();
-    let is_whole = kept.iter().all(|kept| *kept);
-    if let Some(places) = graph.attribute(metadata, "storage_data") {
-        let entries = graph.entries(places, "storage_data")?;
-        let mut places = Places::new(&graph, &mut out, (!is_whole).then_some(kept));
-        for [index, info] in entries {
-            places.place(*index, *info)?;
+            let entry = entry(&graph, fqn, *value, wanted.is_none())?;
+            let position = out.insert(fqn, entry);
+            match instances.get_mut(position) {
+                Some(instance) => *instance = *value,
+                None => instances.push(*value),
+            }
         }
     }
     if let Some(paths) = graph.attribute(metadata, "planner_data") {
         set_paths(&graph, paths, &mut out);
     }
-    if !is_whole {
-        out.retain(is_kept);
+    let mut left_out = None;
+    if let Some(wanted) = wanted {
+        let mut kept = wanted.of(&out);
+        for (kept, (_, entry)) in kept.iter_mut().zip(out.iter()) {
+            *kept |= entry.as_object().is_some();
+        }
+        if kept.contains(&false) {
+            left_out = Some(LeftOut { kept: kept.clone(), names: out.clone() });
+        }
+        for (position, (kept, instance)) in kept.into_iter().zip(instances).enumerate() {
+            if let (true, Some((fqn, Entry::Tensor(tensor)))) = (kept, out.at_mut(position)) {
+                read_chunks(&graph, &format!("tensor {fqn:?}"), instance, tensor)?;
+            }
+        }
     }
+    if let Some(places) = graph.attribute(metadata, "storage_data") {
+        let entries = graph.entries(places, "storage_data")?;
+        let mut places = Places::new(&graph, &mut out, left_out.as_mut());
+        for [index, info] in entries {
+            places.place(*index, *info)?;
+        }
+    }
+    let names = left_out.map(|LeftOut { kept, mut names }| {
+        let mut kept = kept.into_iter();
+        out.retain(|_, _| kept.next() == Some(true));
+        for file in out.files() {
+            names.intern_file(file);
+        }
+        names
+    });
     let provenance = out.provenance_mut();
     provenance.format = Some(FORMAT.into());
     let text = |id: Option<NodeId>| id.and_then(|id| pickle.str(id)).map(Arc::from);
@@ -137,7 +157,7 @@ fn decode_graph(
         None => HashMap::new(),
     };
     let foreign_names = pickle.foreign_names();
-    Ok(Decoded { metadata: out, original_shapes, foreign_names })
+    Ok(Decoded { metadata: out, original_shapes, foreign_names, names })
 }
 
 /// The original shapes that Megatron-Core (0.8 to 0.15) records for tensors. Attributes of other
@@ -167,16 +187,16 @@ fn original_shapes(
     Ok(shapes)
 }
 
-/// `is_wanted` is whether the chunks of a tensor are read.
+/// `with_chunks` is whether the chunks of a tensor are read.
 fn entry(
     graph: &Graph<'_, '_>,
     fqn: &str,
     id: NodeId,
-    is_wanted: bool,
+    with_chunks: bool,
 ) -> Result<Entry, FormatError> {
     match graph.class(id) {
         Some(Class::BytesMetadata) => Ok(Entry::Object(ObjectEntry::new(None))),
-        Some(Class::TensorMetadata) => tensor(graph, fqn, id, is_wanted).map(Entry::Tensor),
+        Some(Class::TensorMetadata) => tensor(graph, fqn, id, with_chunks).map(Entry::Tensor),
         _ => Err(graph.unexpected(&format!("{fqn:?}"), id)),
     }
 }
@@ -185,7 +205,7 @@ fn tensor(
     graph: &Graph<'_, '_>,
     fqn: &str,
     id: NodeId,
-    is_wanted: bool,
+    with_chunks: bool,
 ) -> Result<TensorEntry, FormatError> {
     let what = format!("tensor {fqn:?}");
     let attributes = graph.instance(id, Class::TensorMetadata, &what)?;
@@ -195,11 +215,21 @@ fn tensor(
     graph.dims(graph.require(attributes, "size", &what)?, &format!("{what}: size"), &mut shape)?;
     let mut tensor = TensorEntry::new(dtype, shape);
     tensor.properties = properties;
-    if !is_wanted {
-        return Ok(tensor);
+    if with_chunks {
+        read_chunks(graph, &what, id, &mut tensor)?;
     }
+    Ok(tensor)
+}
 
-    let chunks = graph.require(attributes, "chunks", &what)?;
+/// Reads the chunks of the instance `id` of a tensor.
+fn read_chunks(
+    graph: &Graph<'_, '_>,
+    what: &str,
+    id: NodeId,
+    tensor: &mut TensorEntry,
+) -> Result<(), FormatError> {
+    let attributes = graph.instance(id, Class::TensorMetadata, what)?;
+    let chunks = graph.require(attributes, "chunks", what)?;
     let Node::List(chunks) = *graph.pickle.node(chunks) else {
         return Err(graph.unexpected(&format!("{what}: chunks"), chunks));
     };
@@ -207,19 +237,19 @@ fn tensor(
     graph.spend(chunks.len())?;
     let wanted = Wanted::new(CHUNK);
     for chunk in graph.pickle.children(chunks) {
-        let parts = graph.parts(*chunk, Class::Chunk, &wanted, || what.clone())?;
+        let parts = graph.parts(*chunk, Class::Chunk, &wanted, || what.to_owned())?;
         offsets.clear();
         sizes.clear();
         for ((part, name), dims) in parts.iter().zip(CHUNK).zip([&mut offsets, &mut sizes]) {
-            let part = part.ok_or_else(|| missing(&what, name))?;
-            graph.field_dims(part, &what, dims)?;
+            let part = part.ok_or_else(|| missing(what, name))?;
+            graph.field_dims(part, what, dims)?;
         }
         tensor.chunks.push(&offsets, &sizes, None).map_err(|error| {
             bad(format!("{what} of {} axes has a chunk of others", tensor.shape.ndim()))
                 .with_source(error)
         })?;
     }
-    Ok(tensor)
+    Ok(())
 }
 
 /// Decodes a state of five items (PyTorch up to 2.14), or of six, with strides (2.15).

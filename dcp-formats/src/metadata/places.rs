@@ -1,6 +1,6 @@
 //! Decodes the placements of chunks and objects.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use dcp_core::metadata::{Encoding, Entry, FileId, Placement};
@@ -14,19 +14,32 @@ use crate::pickle::{Field, Node, NodeId};
 const KEY: &str = "a key of storage_data";
 const NAME: &str = "a name in storage_data";
 
+/// What a selective read leaves out of the index.
+#[derive(Debug)]
+pub(super) struct LeftOut {
+    /// Whether the chunks of each entry are read.
+    pub(super) kept: Vec<bool>,
+    /// All entries, without chunks, and the files.
+    pub(super) names: CheckpointMetadata,
+}
+
 /// Applies the placements of `storage_data` to chunks and objects.
 #[derive(Debug)]
 pub(super) struct Places<'g, 'p, 'a> {
     graph: &'g Graph<'p, 'a>,
     out: &'g mut CheckpointMetadata,
-    /// Whether the chunks of each entry are read; `None` where those of all are.
-    kept: Option<Vec<bool>>,
+    /// `None` where the chunks of all entries are read.
+    left_out: Option<&'g mut LeftOut>,
     name: Wanted<1>,
+    path: Wanted<1>,
     index: Wanted<3>,
     info: Wanted<4>,
     files: HashMap<&'p str, FileId>,
     /// The same by the node of the name.
     files_by_node: Vec<Option<FileId>>,
+    /// The names of files of entries that are left out, and whether a node is one of them.
+    other_files: HashSet<&'p str>,
+    other_files_by_node: Vec<bool>,
     /// Encodings by the node of their transforms; `None` for items without.
     encodings: HashMap<Option<NodeId>, u16>,
     last_encoding: Option<(Option<NodeId>, u16)>,
@@ -39,21 +52,24 @@ pub(super) struct Places<'g, 'p, 'a> {
 }
 
 impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
-    /// `kept` is whether the chunks of each entry are read; `None` where those of all are.
+    /// `left_out` is `None` where the chunks of all entries are read.
     pub(super) fn new(
         graph: &'g Graph<'p, 'a>,
         out: &'g mut CheckpointMetadata,
-        kept: Option<Vec<bool>>,
+        left_out: Option<&'g mut LeftOut>,
     ) -> Self {
         Self {
             graph,
             out,
-            kept,
+            left_out,
             name: Wanted::new(["fqn"]),
+            path: Wanted::new(["relative_path"]),
             index: Wanted::new(["fqn", "index", "offset"]),
             info: Wanted::new(["relative_path", "offset", "length", "transform_descriptors"]),
             files: HashMap::new(),
             files_by_node: Vec::new(),
+            other_files: HashSet::new(),
+            other_files_by_node: Vec::new(),
             encodings: HashMap::new(),
             last_encoding: None,
             by_offsets: HashMap::new(),
@@ -64,14 +80,14 @@ impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
 
     /// Whether the key of an entry is that of a tensor or object to read.
     fn is_kept(&mut self, index: NodeId) -> Result<bool, FormatError> {
-        if self.kept.is_none() {
+        if self.left_out.is_none() {
             return Ok(true);
         }
         let graph = self.graph;
         let [fqn] = graph.parts(index, Class::Index, &self.name, || KEY.to_owned())?;
         let fqn = fqn.ok_or_else(|| missing(KEY, "fqn"))?;
         let position = graph.field_text(fqn).and_then(|text| self.position(text));
-        let kept = self.kept.as_deref().unwrap_or_default();
+        let kept = self.left_out.as_ref().map_or(&[][..], |left_out| &left_out.kept);
         if position.and_then(|position| kept.get(position)) == Some(&true) {
             return Ok(true);
         }
@@ -81,7 +97,7 @@ impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
     /// Reads one entry of `storage_data`.
     pub(super) fn place(&mut self, index: NodeId, info: NodeId) -> Result<(), FormatError> {
         if !self.is_kept(index)? {
-            return Ok(());
+            return self.note_file(info);
         }
         let graph = self.graph;
         let [fqn, hint, offset] =
@@ -105,6 +121,37 @@ impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
         if let (Some(chunk), Some((_, Entry::Tensor(tensor)))) = (chunk, self.out.at_mut(position))
         {
             tensor.chunks.place(chunk, placement);
+        }
+        Ok(())
+    }
+
+    /// Notes the file of an entry that is left out.
+    fn note_file(&mut self, info: NodeId) -> Result<(), FormatError> {
+        let graph = self.graph;
+        let what = || "a place in storage_data".to_owned();
+        let [path] = graph.parts(info, Class::StorageInfo, &self.path, what)?;
+        let path = path.ok_or_else(|| missing("a place", "relative_path"))?;
+        let node = match path {
+            Field::Node(id) => Some(id.index()),
+            _ => None,
+        };
+        if node.is_some_and(|node| self.other_files_by_node.get(node) == Some(&true)) {
+            return Ok(());
+        }
+        let text = graph.field_str(path, "a file name in storage_data")?;
+        if let Some(left_out) = &mut self.left_out
+            && self.other_files.insert(text)
+        {
+            let key = file_key("a place in storage_data", text)?;
+            left_out.names.intern_file(&key).ok_or_else(too_many_files)?;
+        }
+        if let Some(node) = node {
+            if node >= self.other_files_by_node.len() {
+                self.other_files_by_node.resize(node + 1, false);
+            }
+            if let Some(noted) = self.other_files_by_node.get_mut(node) {
+                *noted = true;
+            }
         }
         Ok(())
     }
@@ -215,14 +262,18 @@ impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
     }
 
     fn new_file(&mut self, what: &str, path: &'p str) -> Result<FileId, FormatError> {
-        // PyTorch (2.15) follows absolute and `..` paths.
-        let key = Key::new(path)
-            .map_err(|error| bad(format!("{what} is not allowed: {error}")).with_source(error))?;
-        let file = self
-            .out
-            .intern_file(&key)
-            .ok_or_else(|| bad("it has more files than can be numbered"))?;
+        let file = self.out.intern_file(&file_key(what, path)?).ok_or_else(too_many_files)?;
         self.files.insert(path, file);
         Ok(file)
     }
+}
+
+/// The key of a file. PyTorch (2.15) follows absolute and `..` paths.
+fn file_key(what: &str, path: &str) -> Result<Key, FormatError> {
+    Key::new(path)
+        .map_err(|error| bad(format!("{what} is not allowed: {error}")).with_source(error))
+}
+
+fn too_many_files() -> FormatError {
+    bad("it has more files than can be numbered")
 }

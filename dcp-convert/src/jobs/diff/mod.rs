@@ -9,6 +9,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use dcp_core::format::WantedKeys;
 use dcp_core::metadata::{Entry, TensorEntry};
 use dcp_core::{CheckpointError, CheckpointMetadata};
 use dcp_planner::KeyFilter;
@@ -25,6 +26,7 @@ use crate::jobs::diff::on_ranks::{Extent, gather, share};
 use crate::jobs::diff::segments::{Segments, compare_segment};
 use crate::jobs::diff::whole::whole_as_in;
 use crate::jobs::stats::unravel;
+use crate::keys::needed::at_own_positions;
 use crate::keys::select::{Chosen, Selection};
 use crate::keys::unmatched::{UnmatchedPattern, unmatched_patterns};
 use crate::read::objects::{ObjectBatches, read_objects};
@@ -64,14 +66,21 @@ impl DiffOptions {
     /// Whether the comparison covers a key, by its name in the comparison.
     #[must_use]
     pub fn compares(&self, name: &str) -> bool {
-        self.include.selects(name, None)
-            && !self.exclude.as_ref().is_some_and(|filter| filter.selects(name, None))
+        covers(&self.include, self.exclude.as_ref(), name)
+    }
+
+    /// The keys that the comparison needs of a checkpoint whose keys `side` chooses: `self.a` or
+    /// `self.b`.
+    #[must_use]
+    pub fn needed(&self, side: &Selection) -> WantedKeys {
+        let (include, exclude) = (self.include.clone(), self.exclude.clone());
+        side.needed_where(move |name| covers(&include, exclude.as_ref(), name))
     }
 
     fn unmatched(&self, a: &Side, b: &Side) -> Result<Vec<UnmatchedPattern>, ConvertError> {
         let mut unmatched = Vec::new();
         for (side, selection, name) in [(a, &self.a, "a"), (b, &self.b, "b")] {
-            unmatched.extend(selection.unmatched(&side.metadata)?.into_iter().map(|mut one| {
+            unmatched.extend(selection.unmatched(&side.all)?.into_iter().map(|mut one| {
                 one.option = format!("{}-{name}", one.option);
                 one
             }));
@@ -83,6 +92,11 @@ impl DiffOptions {
         }
         Ok(unmatched)
     }
+}
+
+/// Whether a comparison covers a key.
+fn covers(include: &KeyFilter, exclude: Option<&KeyFilter>, name: &str) -> bool {
+    include.selects(name, None) && !exclude.is_some_and(|filter| filter.selects(name, None))
 }
 
 /// Compares two checkpoints and lists their differences, gravest first. Reads both at once, in
@@ -125,6 +139,8 @@ pub async fn diff(
 struct Side {
     source: CheckedSource,
     metadata: Arc<CheckpointMetadata>,
+    /// All keys of the checkpoint.
+    all: Arc<CheckpointMetadata>,
     /// The keys of the side's selection, by their names in the comparison.
     names: Vec<Arc<str>>,
     /// Those that the comparison covers.
@@ -141,10 +157,12 @@ impl Side {
         let source = CheckedSource::new(source, options);
         let metadata = source.metadata().await?;
         refuse_unsound(&metadata)?;
-        let mut chosen = selection.of(&metadata)?;
+        let all = source.names().await?;
+        let mut chosen = selection.of(&all)?;
         let names = chosen.iter().map(|one| Arc::clone(&one.fqn)).collect();
         chosen.retain(|one| what.compares(&one.fqn));
-        Ok(Self { source, metadata, names, chosen })
+        let chosen = at_own_positions(chosen, &all, &metadata)?;
+        Ok(Self { source, metadata, all, names, chosen })
     }
 
     fn entry(&self, one: &Chosen) -> Option<&Entry> {

@@ -54,7 +54,7 @@ pub async fn stats(
     let source = CheckedSource::new(source, options);
     let metadata = source.metadata().await?;
     refuse_unsound(&metadata)?;
-    let chosen = selection.of(&metadata)?;
+    let (chosen, names) = (selection.in_source(&source).await?, source.names().await?);
     let mut tensors = tensors(&metadata, &chosen);
     let segment_bytes = options.segment_bytes(2 * options.parallelism);
     let total = tensors.values().map(|tensor| tensor.byte_len).fold(0, u64::saturating_add);
@@ -104,7 +104,7 @@ pub async fn stats(
         tensors: IndexMap::new(),
         objects,
         total: NumberStats::default(),
-        unmatched: selection.unmatched(&metadata)?,
+        unmatched: selection.unmatched(&names)?,
         notes: Vec::new(),
     };
     let mut all = Moments::default();

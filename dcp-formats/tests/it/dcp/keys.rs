@@ -66,3 +66,42 @@ fn the_chunks_of_chosen_keys_are_those_of_all() {
         }
     }
 }
+
+#[test]
+fn the_names_of_what_is_left_out_are_known() {
+    for name in ["fsdp2_adam_2r", "no_collectives_2r"] {
+        let storage: Arc<dyn Storage> = fixture(name);
+        let all = DcpReader::builder(Arc::clone(&storage)).rank(0).build();
+        let (all, no_names) = (block_on(all.metadata()).unwrap(), block_on(all.names()).unwrap());
+        assert!(no_names.is_none());
+        let expected: Vec<_> = all.iter().map(|(fqn, entry)| (fqn.clone(), entry.path())).collect();
+        let (paths, last) =
+            (expected.iter().filter(|(_, path)| path.is_some()).count(), all.len() - 1);
+        // The choice sees the names and paths of all.
+        let last_alone = WantedKeys::choosing(move |keys| {
+            assert_eq!(keys.iter().filter(|(_, entry)| entry.path().is_some()).count(), paths);
+            (0..keys.len()).map(|position| position == last).collect()
+        });
+        let some = DcpReader::builder(Arc::clone(&storage)).rank(0).keys(last_alone).build();
+        let names = block_on(some.names()).unwrap().unwrap();
+        let found: Vec<_> = names.iter().map(|(fqn, entry)| (fqn.clone(), entry.path())).collect();
+        assert_eq!(found, expected, "{name}");
+        let mut files = [names.files().to_vec(), all.files().to_vec()];
+        files.iter_mut().for_each(|files| files.sort());
+        assert_eq!(files[0], files[1], "{name}");
+        for (fqn, entry) in names.iter() {
+            let (Some(name), Some(tensor)) = (entry.as_tensor(), all.get(fqn).unwrap().as_tensor())
+            else {
+                continue;
+            };
+            assert_eq!((name.dtype, &name.shape), (tensor.dtype, &tensor.shape), "{fqn}");
+            assert_eq!((name.chunks.len(), &name.properties), (0, &tensor.properties), "{fqn}");
+        }
+        let tensors =
+            |of: &CheckpointMetadata| of.iter().filter(|(_, e)| e.as_tensor().is_some()).count();
+        assert!(tensors(&block_on(some.metadata()).unwrap()) <= 1, "{name}");
+        // Nothing is left out.
+        let whole = DcpReader::builder(storage).rank(0).keys(WantedKeys::new(|_| true)).build();
+        assert!(block_on(whole.names()).unwrap().is_none());
+    }
+}

@@ -2,10 +2,11 @@
 
 #![allow(dead_code, unreachable_pub, reason = "each fuzz target uses one of them")]
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::format::Listing;
+use dcp_core::format::{Listing, WantedKeys};
 use dcp_core::metadata::{Entry, Placement, TensorEntry};
 use dcp_core::plan::{LoadPlan, SavePlan, WritePlan};
 use dcp_core::storage::ObjectMeta;
@@ -88,14 +89,20 @@ pub fn metadata(bytes: &[u8]) {
         (Err(error), plain) => {
             assert_eq!(error.to_string(), plain.unwrap_err().to_string());
             // Without the tensor that is bad, it may be good.
-            drop(decode_selected(bytes, &is_wanted));
+            drop(decode_selected(bytes, &WantedKeys::new(is_wanted)));
             return;
         }
     };
     let mut wanted = metadata.clone();
     wanted.retain(|fqn, entry| entry.as_object().is_some() || is_wanted(fqn));
-    let selected = decode_selected(bytes, &is_wanted).unwrap().metadata;
-    assert_eq!(entries(&selected), entries(&wanted));
+    let selected = decode_selected(bytes, &WantedKeys::new(is_wanted)).unwrap();
+    assert_eq!(entries(&selected.metadata), entries(&wanted));
+    assert_eq!(selected.names.is_some(), wanted.len() < metadata.len());
+    if let Some(names) = selected.names {
+        assert!(names.iter().map(|(fqn, _)| fqn).eq(metadata.iter().map(|(fqn, _)| fqn)));
+        let files = |of: &CheckpointMetadata| of.files().iter().cloned().collect::<BTreeSet<_>>();
+        assert_eq!(files(&names), files(&metadata));
+    }
     for (_, entry) in metadata.iter() {
         if let Entry::Tensor(tensor) = entry
             && check_chunks(tensor).is_ok()

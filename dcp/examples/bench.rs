@@ -8,7 +8,8 @@
 //!   `stall-immutable` the same with tensors in immutable memory.
 //! - `copy - GIB`: copies the same bytes to memory that was touched before, on all cores; the limit.
 //!   `copy-tensors` the same from tensors of 32 MiB, each by one call, to one memory.
-//! - `write FILE GIB`, `read FILE GIB`: the same bytes by plain system calls, the limit.
+//! - `write FILE GIB`, `read FILE GIB`: the same bytes by plain system calls, the limit; `write-direct` and
+//!   `read-direct` past the page cache, from several threads.
 //! - `save-one DIR`: one tensor of 1 GiB. `slice DIR rows|columns`: the part of rank 37 of 64 of it;
 //!   `slice-plain FILE rows|columns` as many bytes at the same distances by plain system calls on all
 //!   cores, the limit.
@@ -17,10 +18,10 @@
 #![allow(clippy::print_stdout, reason = "a program that prints")]
 
 use std::error::Error;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
 use std::num::NonZeroUsize;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -39,6 +40,10 @@ const LARGE: [u64; 2] = [65536, 4096];
 const PIECE: usize = 8 << 20;
 /// Bytes of a plain write: longer ones are slower where memory is fragmented.
 const WRITTEN: usize = 512 << 10;
+/// What the offsets and the memory of direct I/O are multiples of.
+const ALIGNMENT: usize = 4096;
+const DIRECT_PIECE: usize = 1 << 20;
+const DIRECT_THREADS: usize = 8;
 /// Tensors that replicas load: 512 MiB for each rank.
 const REPLICATED: usize = 16;
 
@@ -79,6 +84,8 @@ fn main() -> Result {
         ["copy-tensors", _, gib] => (copy_tensors(tensors(gib)?)?, None),
         ["write", file, gib] => (write(file, tensors(gib)?)?, None),
         ["read", file, gib] => (read(file, tensors(gib)?)?, None),
+        ["write-direct", file, gib] => (write_direct(file, tensors(gib)?)?, None),
+        ["read-direct", file, gib] => (read_direct(file, tensors(gib)?)?, None),
         ["save-one", dir] => {
             let mut state = StateDict::new();
             let memory = vec![7; LARGE.iter().product::<u64>() as usize * 4];
@@ -367,6 +374,60 @@ fn read(file: &str, tensors: usize) -> Result<Duration> {
         file.read_exact(piece)?;
     }
     Ok(start.elapsed())
+}
+
+/// Writes past the page cache, from several threads.
+fn write_direct(file: &str, tensors: usize) -> Result<Duration> {
+    let mut memory = vec![7; tensors * TENSOR_BYTES + ALIGNMENT];
+    let start = Instant::now();
+    File::create(file)?.set_len((tensors * TENSOR_BYTES) as u64)?;
+    directly(File::options().write(true), file, aligned(&mut memory), |file, piece, at| {
+        file.write_all_at(piece, at)
+    })?;
+    File::open(file)?.sync_all()?;
+    Ok(start.elapsed())
+}
+
+/// Reads past the page cache, from several threads.
+fn read_direct(file: &str, tensors: usize) -> Result<Duration> {
+    let mut memory = vec![7; tensors * TENSOR_BYTES + ALIGNMENT];
+    let start = Instant::now();
+    directly(File::options().read(true), file, aligned(&mut memory), |file, piece, at| {
+        file.read_exact_at(piece, at)
+    })?;
+    Ok(start.elapsed())
+}
+
+/// The part of the memory that begins at a multiple of [`ALIGNMENT`].
+fn aligned(memory: &mut [u8]) -> &mut [u8] {
+    let (from, len) = (memory.as_ptr().align_offset(ALIGNMENT), memory.len() - ALIGNMENT);
+    &mut memory[from..from + len]
+}
+
+/// Moves memory to or from a file in pieces, on [`DIRECT_THREADS`] threads.
+fn directly(
+    options: &OpenOptions,
+    file: &str,
+    memory: &mut [u8],
+    transfer: impl Fn(&File, &mut [u8], u64) -> std::io::Result<()> + Sync,
+) -> Result {
+    let flags = rustix::fs::OFlags::DIRECT.bits();
+    let file = options.clone().custom_flags(i32::from_ne_bytes(flags.to_ne_bytes())).open(file)?;
+    let pieces = Mutex::new((0_u64..).zip(memory.chunks_mut(DIRECT_PIECE)));
+    std::thread::scope(|scope| {
+        let work = || {
+            loop {
+                let piece = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some((at, piece)) = piece else { return Ok::<_, std::io::Error>(()) };
+                transfer(&file, piece, at * DIRECT_PIECE as u64)?;
+            }
+        };
+        let threads: Vec<_> = (0..DIRECT_THREADS).map(|_| scope.spawn(work)).collect();
+        for thread in threads {
+            thread.join().map_err(|_| "a thread panicked")??;
+        }
+        Ok(())
+    })
 }
 
 /// Bytes that this process has requested of the kernel so far.

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::machine::{Machine, build, machine};
 use crate::process::{Scratch, output};
@@ -134,7 +134,17 @@ impl Bench {
             output(self.script("evict").arg(path)).map(drop)
         };
 
-        let [limit, save, plain_save, torch, threads] = rounds([
+        let direct = |what: &str, path: &Path| match cold {
+            true => self.rust(what, path, &[&gib]),
+            // Memory has nothing to go past.
+            false => Ok(json!({ "seconds": f64::MAX })),
+        };
+        let limits = |plain: f64, direct: f64| match cold {
+            true => format!("{}; `O_DIRECT` {}", speed(plain), speed(direct)),
+            false => speed(plain),
+        };
+        let [limit_direct, limit, save, plain_save, torch, threads] = rounds([
+            &|| fresh(&plain).and_then(|()| direct("write-direct", &plain)),
             &|| fresh(&plain).and_then(|()| self.rust("write", &plain, &[&gib])),
             &|| fresh(&ours).and_then(|()| self.rust("save", &ours, &[&gib])),
             &|| fresh(&ours).and_then(|()| self.rust("save-without-sidecar", &ours, &[&gib])),
@@ -146,7 +156,7 @@ impl Bench {
             what: what("save"),
             ours: speed(save),
             torch: format!("{}; with `thread_count=2` {}", speed(torch), speed(threads)),
-            limit: speed(limit),
+            limit: limits(limit, limit_direct),
         });
         rows.push(Row {
             what: what("save without the sidecar, and its share of a save,"),
@@ -155,8 +165,9 @@ impl Bench {
             limit: String::new(),
         });
 
-        let [limit, load, torch] = rounds([
+        let [limit, limit_direct, load, torch] = rounds([
             &|| evict(&plain).and_then(|()| self.rust("read", &plain, &[&gib])),
+            &|| evict(&plain).and_then(|()| direct("read-direct", &plain)),
             &|| evict(&ours).and_then(|()| self.rust("load", &ours, &[&gib])),
             &|| evict(&theirs).and_then(|()| self.torch("load", &theirs, &[&gib])),
         ])?;
@@ -164,7 +175,7 @@ impl Bench {
             what: what(if cold { "load with the page cache dropped," } else { "load" }),
             ours: speed(load),
             torch: speed(torch),
-            limit: speed(limit),
+            limit: limits(limit, limit_direct),
         });
         for group in ["memory", "tcp"] {
             self.replicas((place, cold), &ours, group, &evict, rows)?;

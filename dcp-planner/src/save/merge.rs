@@ -11,7 +11,7 @@ use dcp_core::dims::checked_volume;
 use dcp_core::metadata::ChunkRef;
 use dcp_core::path::StatePath;
 use dcp_core::plan::{PlanKey, SavePlan, TensorSpec, WriteItem};
-use dcp_core::{PlanError, Rank};
+use dcp_core::{Dims, PlanError, Rank};
 
 use crate::validate::shown;
 
@@ -98,9 +98,17 @@ pub(super) fn merge(locals: &[SavePlan]) -> Result<Merged<'_>, PlanError> {
     }
     // Rows of contradictory descriptions cannot be compared.
     none_of(std::mem::take(&mut errors))?;
-    for key in &mut merged.keys {
-        if let Err(error) = key.find_chunks() {
-            errors.push(error);
+    // The last tensor of each shape: most are divided as it is.
+    let mut before: HashMap<&Dims, usize> = HashMap::new();
+    for at in 0..merged.keys.len() {
+        let (found, rest) = merged.keys.split_at_mut(at);
+        let Some(key) = rest.first_mut() else { break };
+        let before = key.spec.and_then(|spec| before.insert(&spec.shape, at));
+        match before.and_then(|before| found.get(before)) {
+            Some(before) if key.is_divided_like(before) => {
+                (key.chunks, key.owners) = (before.chunks.clone(), before.owners.clone());
+            }
+            _ => errors.extend(key.find_chunks().err()),
         }
     }
     none_of(errors)?;
@@ -234,6 +242,15 @@ impl<'a> MergedKey<'a> {
     /// The rows of the ranks that have a chunk, lowest rank first; at least one.
     pub(super) fn owners_of(&self, chunk: &Chunk) -> &[u32] {
         &self.owners[chunk.first_owner as usize..chunk.end_owner as usize]
+    }
+
+    /// Whether the rows are the same parts of a tensor of the same dtype and shape, on the same ranks.
+    fn is_divided_like(&self, other: &Self) -> bool {
+        let is_of_one_rank = |(mine, other): (&Origin, &Origin)| mine.rank == other.rank;
+        self.spec == other.spec
+            && self.numbers == other.numbers
+            && self.origins.len() == other.origins.len()
+            && self.origins.iter().zip(&other.origins).all(is_of_one_rank)
     }
 
     fn find_chunks(&mut self) -> Result<(), PlanError> {

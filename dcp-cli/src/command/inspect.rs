@@ -38,8 +38,9 @@ JSON:
   are left out where there are none; \"unfinished\" says what is missing of a Hugging Face model.
   SIDECAR is {\"state\": \"found\", \"tool\", \"world_size\", \"mesh\": {NAME: SIZE, …}, \"step\",
   \"parent_step\", \"checksums\": {\"covered\", \"of\"}, \"digests\": {\"covered\", \"of\"}}: what a save of
-  dcp noted, and the chunks and objects with a CRC-32 and files with a SHA-256; or the state is
-  \"absent\", as of PyTorch's saves, or \"damaged\", with the \"problem\". Only folders of `.metadata` have it.
+  dcp noted, and of what is shown the chunks and objects with a CRC-32 and files with a SHA-256; or
+  the state is \"absent\", as of PyTorch's saves, or \"damaged\", with the \"problem\". Only folders of
+  `.metadata` have it.
   dtypes have PyTorch's names without `torch.`; the bytes of a missing file are null.
   Of Megatron-Core's checkpoints there is \"megatron\", too: \"format\", \"written_by\", \"read_by\",
   \"iteration\", \"parallel\", \"layers\", \"optimizer\", \"objects\", …; --common and --args print

@@ -66,6 +66,27 @@ fn inspect_shows_what_the_save_noted() {
     assert_eq!(absent["sidecar"], json!({"state": "absent"}));
 }
 
+/// Checksums are counted of what is shown, not of the objects that an index of some keys has too.
+#[test]
+fn inspect_counts_the_checksums_of_what_it_shows() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = path(&folder, "source");
+    saved(&source, 20);
+    for (filter, items, files) in [("weight", 1, 1), ("st*", 1, 1), ("*", 2, 1), ("none", 0, 0)] {
+        let json = dcp(["inspect", &source, "--json", "--filter", filter]).json();
+        let covered = (&json["sidecar"]["checksums"], &json["sidecar"]["digests"]);
+        let expected =
+            (&json!({"covered": items, "of": items}), &json!({"covered": 0, "of": files}));
+        assert_eq!(covered, expected, "{filter}");
+    }
+    let tree = dcp(["inspect", &source, "--filter", "weight"]).ok();
+    assert!(tree.contains("CRC-32 of 1 item"), "{tree}");
+    dcp(["convert", &source, &path(&folder, "two"), "--to", "dcp", "--ranks", "2"]).ok();
+    let args = ["inspect", &path(&folder, "two"), "--json", "--filter", "step"];
+    let sidecar = &dcp(args).json()["sidecar"];
+    assert_eq!((&sidecar["checksums"]["of"], &sidecar["digests"]["of"]), (&json!(1), &json!(1)));
+}
+
 /// The formats without sidecars say nothing of one.
 #[test]
 fn inspect_names_no_sidecar_where_a_format_has_none() {

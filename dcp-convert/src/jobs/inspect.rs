@@ -134,8 +134,9 @@ pub async fn inspect(
     let metadata = source.metadata().await?;
     let provenance = metadata.provenance();
     let format = provenance.format.as_deref().unwrap_or("unknown").to_owned();
+    let shown: Vec<bool> = metadata.iter().map(|(fqn, _)| wanted(fqn)).collect();
     let mut entries = object_entries(&metadata);
-    entries.retain(|entry| metadata.at(*entry).is_some_and(|(fqn, _)| wanted(fqn)));
+    entries.retain(|entry| shown.get(*entry) == Some(&true));
     let mut objects = objects(source, &metadata, &entries).await;
     let mut used = vec![false; metadata.files().len()];
     let facts = source.index_facts().await?;
@@ -145,13 +146,13 @@ pub async fn inspect(
         files: IndexMap::new(),
         unfinished: facts.unfinished,
         callables: Vec::new(),
-        sidecar: SidecarSummary::of(source).await?,
+        sidecar: SidecarSummary::of(source, &shown).await?,
         version: provenance.version.clone(),
         paths: IndexMap::new(),
     };
     summary.callables = facts.callables.into_iter().map(ForeignCallable::from).collect();
     for (at, (fqn, entry)) in metadata.iter().enumerate() {
-        if !wanted(fqn) {
+        if shown.get(at) != Some(&true) {
             continue;
         }
         let mut mark = |file: dcp_core::metadata::FileId| {

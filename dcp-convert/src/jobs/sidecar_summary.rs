@@ -47,7 +47,7 @@ pub struct SidecarFacts {
     pub digests: Coverage,
 }
 
-/// A part of the checkpoint that was opened.
+/// How much of what was chosen is covered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Coverage {
@@ -58,10 +58,14 @@ pub struct Coverage {
 }
 
 impl SidecarSummary {
-    /// What the save of `source` noted; `None` for a format whose saves note nothing.
-    pub(crate) async fn of(source: &Source) -> Result<Option<Self>, CheckpointError> {
+    /// What the save of `source` noted; `None` for a format whose saves note nothing. The entries of the
+    /// metadata that `counted` names by position are those that the checksums are counted of.
+    pub(crate) async fn of(
+        source: &Source,
+        counted: &[bool],
+    ) -> Result<Option<Self>, CheckpointError> {
         let Some(audit) = source.audit() else { return Ok(None) };
-        Ok(match audit.save_record().await? {
+        Ok(match audit.save_record(counted).await? {
             Some(SaveRecord::Absent) => Some(Self::Absent),
             Some(SaveRecord::Damaged(problem)) => Some(Self::Damaged { problem }),
             Some(SaveRecord::Found(facts)) => Some(Self::Found(facts.into())),

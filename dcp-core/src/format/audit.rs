@@ -45,13 +45,14 @@ pub trait CheckpointAudit: fmt::Debug + Send + Sync + 'static {
     /// When the index cannot be read.
     async fn index_facts(&self) -> Result<IndexFacts, CheckpointError>;
 
-    /// What the save noted besides the index: the program, its ranks and steps, and how much of the
-    /// checkpoint has checksums. `None` for a format whose saves note nothing. No tensor is read.
+    /// What the save noted besides the index: the program, its ranks and steps, and how much has
+    /// checksums, of the entries of the metadata that `counted` names by position. `None` for a format
+    /// whose saves note nothing. No tensor is read.
     ///
     /// # Errors
     ///
     /// When the storage fails. A record that cannot be read is [`SaveRecord::Damaged`].
-    async fn save_record(&self) -> Result<Option<SaveRecord>, CheckpointError>;
+    async fn save_record(&self, counted: &[bool]) -> Result<Option<SaveRecord>, CheckpointError>;
 
     /// The checks of stored records, for a format that has records.
     fn records(&self) -> Option<&dyn RecordAudit>;

@@ -26,11 +26,11 @@ pub struct SaveFacts {
     pub step: Option<u64>,
     /// The step of the checkpoint before.
     pub parent_step: Option<u64>,
-    /// The chunks and objects of the checkpoint that was opened.
+    /// The chunks and objects that were counted.
     pub items: u64,
     /// Those of [`items`](Self::items) whose checksums are noted.
     pub items_with_checksum: u64,
-    /// The files of the checkpoint that was opened.
+    /// The files that hold them.
     pub files: u64,
     /// Those of [`files`](Self::files) with a noted digest of all their bytes.
     pub files_with_digest: u64,

@@ -62,9 +62,10 @@ impl DcpReader {
     }
 }
 
-/// What the sidecar says, and how much of the opened checkpoint it covers.
-fn save_facts(sidecar: Sidecar, metadata: &CheckpointMetadata) -> SaveFacts {
+/// What the sidecar says, and how much of the counted entries it covers.
+fn save_facts(sidecar: Sidecar, metadata: &CheckpointMetadata, counted: &[bool]) -> SaveFacts {
     let mut facts = SaveFacts::default();
+    let mut used = vec![false; metadata.files().len()];
     let by_name: HashMap<&str, &SidecarFile> =
         sidecar.files.iter().map(|file| (&*file.name, file)).collect();
     let of_file: Vec<Option<&SidecarFile>> =
@@ -74,8 +75,11 @@ fn save_facts(sidecar: Sidecar, metadata: &CheckpointMetadata) -> SaveFacts {
         let crc32 = file.and_then(|file| file.chunks.at(placement.byte_offset));
         facts.items_with_checksum += u64::from(crc32.is_some());
         facts.items += 1;
+        if let Some(used) = used.get_mut(placement.file.index()) {
+            *used = true;
+        }
     };
-    for (_, entry) in metadata.iter() {
+    for ((_, entry), _) in metadata.iter().zip(counted).filter(|(_, counted)| **counted) {
         match entry {
             Entry::Tensor(tensor) => {
                 tensor.chunks.iter().filter_map(|chunk| chunk.placement).for_each(&mut count);
@@ -84,9 +88,10 @@ fn save_facts(sidecar: Sidecar, metadata: &CheckpointMetadata) -> SaveFacts {
             _ => {}
         }
     }
-    facts.files = of_file.len() as u64;
-    let has_digest = |file: &&Option<&SidecarFile>| file.is_some_and(|file| file.sha256.is_some());
-    facts.files_with_digest = of_file.iter().filter(has_digest).count() as u64;
+    for (file, _) in of_file.iter().zip(used).filter(|(_, used)| *used) {
+        facts.files += 1;
+        facts.files_with_digest += u64::from(file.is_some_and(|file| file.sha256.is_some()));
+    }
     (facts.tool, facts.world_size, facts.mesh) = (sidecar.tool, sidecar.world_size, sidecar.mesh);
     (facts.step, facts.parent_step) = (sidecar.step, sidecar.parent_step);
     facts
@@ -127,7 +132,7 @@ impl CheckpointAudit for DcpReader {
         Ok(facts)
     }
 
-    async fn save_record(&self) -> Result<Option<SaveRecord>, CheckpointError> {
+    async fn save_record(&self, counted: &[bool]) -> Result<Option<SaveRecord>, CheckpointError> {
         let sidecar = match self.sidecar().await {
             Ok(Some(sidecar)) => sidecar,
             Ok(None) => return Ok(Some(SaveRecord::Absent)),
@@ -136,7 +141,7 @@ impl CheckpointAudit for DcpReader {
             }
             Err(error) => return Err(error),
         };
-        let facts = save_facts(sidecar, &*self.metadata().await?);
+        let facts = save_facts(sidecar, &*self.metadata().await?, counted);
         Ok(Some(SaveRecord::Found(facts)))
     }
 

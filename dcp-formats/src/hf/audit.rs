@@ -72,7 +72,7 @@ impl CheckpointAudit for HfReader {
         Ok(facts)
     }
 
-    async fn save_record(&self) -> Result<Option<SaveRecord>, CheckpointError> {
+    async fn save_record(&self, _: &[bool]) -> Result<Option<SaveRecord>, CheckpointError> {
         Ok(None)
     }
 

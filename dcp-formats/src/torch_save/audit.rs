@@ -87,7 +87,7 @@ impl CheckpointAudit for TorchSaveReader {
         Ok(facts)
     }
 
-    async fn save_record(&self) -> Result<Option<SaveRecord>, CheckpointError> {
+    async fn save_record(&self, _: &[bool]) -> Result<Option<SaveRecord>, CheckpointError> {
         Ok(None)
     }
 

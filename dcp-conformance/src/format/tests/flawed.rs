@@ -209,7 +209,7 @@ impl CheckpointAudit for FlawedAudit {
         Ok(IndexFacts::default())
     }
 
-    async fn save_record(&self) -> Result<Option<SaveRecord>, CheckpointError> {
+    async fn save_record(&self, _: &[bool]) -> Result<Option<SaveRecord>, CheckpointError> {
         Ok(None)
     }
 

@@ -39,7 +39,7 @@ impl CheckpointAudit for ToyReader {
         Ok(IndexFacts::default())
     }
 
-    async fn save_record(&self) -> Result<Option<SaveRecord>, CheckpointError> {
+    async fn save_record(&self, _: &[bool]) -> Result<Option<SaveRecord>, CheckpointError> {
         Ok(None)
     }
 

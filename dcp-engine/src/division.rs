@@ -9,8 +9,10 @@ use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Rank, Region};
 use dcp_planner::{Holdings, RankSet, ShareRule};
 
 use crate::disjoint::{cut, overlay};
+use crate::machine::neighbors;
+use crate::measured_speeds::read_again;
+use crate::needs::{Needed, Needs};
 use crate::planned::{check_chunk, no_entry, out_of_step, tensor_dtype};
-use crate::read_sharing::Needs;
 
 /// Objects in one message.
 const OBJECTS_MAX: u32 = 64;
@@ -28,12 +30,18 @@ pub(crate) struct Assignment {
     pub(crate) keep: LoadPlan,
     /// The bytes of the load; the same on all ranks.
     pub(crate) needs: Needs,
+    /// What a measurement reads again, when another rank of the machine has read it.
+    pub(crate) again: LoadPlan,
+    /// Whether any rank has something to read again; the same on all ranks.
+    pub(crate) reads_again: bool,
 }
 
 /// The settings of a division, the same on all ranks.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Division {
     pub(crate) world_size: u32,
+    /// The first rank on the machine of each rank.
+    pub(crate) machines: Vec<Rank>,
     pub(crate) rule: ShareRule,
     /// The most bytes of tensors in one message.
     pub(crate) message_bytes: u64,
@@ -48,11 +56,21 @@ struct Part {
     byte_len: u64,
 }
 
+/// The ranks that need some parts.
+#[derive(Debug)]
+struct Wanting {
+    ranks: Vec<Rank>,
+    holders: Option<RankSet>,
+    byte_len: u64,
+}
+
 /// One rank's share so far.
 #[derive(Debug, Default)]
 struct Pile {
     send: LoadPlan,
     keep: LoadPlan,
+    send_bytes: u64,
+    keep_bytes: u64,
     /// The message that is being filled: its number, bytes, items, and whether they are objects.
     message: Option<(u32, u64, u32, bool)>,
 }
@@ -66,26 +84,22 @@ impl Division {
         plan_of: &[usize],
     ) -> Result<Vec<Assignment>, CheckpointError> {
         let mut holdings = Holdings::new(self.world_size);
-        let mut known: HashMap<Vec<u32>, Option<(RankSet, bool)>> = HashMap::new();
+        let mut wanting: HashMap<Vec<u32>, Wanting> = HashMap::new();
         let mut parts = Vec::new();
-        let (mut once, mut needed) = (0_u64, vec![0_u64; plans.len()]);
         for (part, who) in Self::parts(metadata, plans)? {
-            once = once.saturating_add(part.byte_len);
-            for plan in &who {
-                if let Some(needed) = needed.get_mut(*plan as usize) {
-                    *needed = needed.saturating_add(part.byte_len);
-                }
-            }
-            let holders = *known.entry(who).or_insert_with_key(|who| {
+            let wanting = wanting.entry(who).or_insert_with_key(|who| {
                 let needs = |plan: &usize| who.iter().any(|wanting| *wanting as usize == *plan);
                 let ranks = plan_of.iter().zip(0..).filter(|(plan, _)| needs(plan));
                 let ranks: Vec<Rank> = ranks.map(|(_, rank)| rank).collect();
-                let shared = ranks.len() > 1;
-                holdings.holders(ranks).map(|holders| (holders, shared))
+                let holders = holdings.holders(ranks.iter().copied());
+                Wanting { ranks, holders, byte_len: 0 }
             });
-            let (holders, shared) =
-                holders.ok_or_else(|| out_of_step("no rank has a plan that reads this part"))?;
+            wanting.byte_len = wanting.byte_len.saturating_add(part.byte_len);
+            let holders = wanting
+                .holders
+                .ok_or_else(|| out_of_step("no rank has a plan that reads this part"))?;
             // What one rank alone needs it reads as it is.
+            let shared = wanting.ranks.len() > 1;
             let most = if shared { self.message_bytes * MESSAGES_OF_A_BOX } else { u64::MAX };
             for part in part.cut(most, metadata)? {
                 holdings.push(holders, part.byte_len, false);
@@ -98,19 +112,55 @@ impl Division {
             let owner = shares.owner(at).and_then(|owner| piles.get_mut(owner as usize));
             let Some(pile) = owner else { continue };
             match holdings.ranks(at) {
-                [_] => pile.keep.items.push(part.item(0)),
+                [_] => pile.keep(part),
                 _ => pile.send(part, metadata, self.message_bytes)?,
             }
         }
+        let needs = self.needs(wanting.values(), &piles);
+        let again = self.again(needs, &piles, metadata)?;
+        let reads_again = again.iter().any(|again| !again.items.is_empty());
         let turns: Vec<u32> = piles.iter().map(Pile::messages).collect();
-        let needs = Needs { most: needed.into_iter().max().unwrap_or(0), once };
-        let assign = |pile: Pile| Assignment {
+        let assign = |(pile, again): (Pile, LoadPlan)| Assignment {
             turns: turns.clone(),
             send: pile.send,
             keep: pile.keep,
             needs,
+            again,
+            reads_again,
         };
-        Ok(piles.into_iter().map(assign).collect())
+        Ok(piles.into_iter().zip(again).map(assign).collect())
+    }
+
+    fn needs<'a>(&self, wanting: impl Iterator<Item = &'a Wanting>, piles: &[Pile]) -> Needs {
+        let (mut needed, mut sent) = (Needed::new(&self.machines), 0_u64);
+        for wanting in wanting {
+            needed.add(wanting.byte_len, &wanting.ranks);
+            if wanting.ranks.len() > 1 {
+                sent = sent.saturating_add(wanting.byte_len);
+            }
+        }
+        let (most, first) = needed.most();
+        let most_of = |bytes: fn(&Pile) -> u64| piles.iter().map(bytes).max().unwrap_or(0);
+        let to_send = most_of(|pile| pile.send_bytes);
+        Needs { most, first, sent, to_send, kept: most_of(|pile| pile.keep_bytes) }
+    }
+
+    /// What each rank reads again if the load measures speeds.
+    fn again(
+        &self,
+        needs: Needs,
+        piles: &[Pile],
+        metadata: &CheckpointMetadata,
+    ) -> Result<Vec<LoadPlan>, CheckpointError> {
+        if !needs.are_worth_measuring() {
+            return Ok(vec![LoadPlan::default(); piles.len()]);
+        }
+        let firsts = piles.iter().map(|pile| read_again(&pile.send, metadata));
+        let firsts = firsts.collect::<Result<Vec<_>, _>>()?;
+        let of = |rank: Rank| firsts.get(rank as usize);
+        let reads = |rank| of(rank).is_some_and(|plan| !plan.items.is_empty());
+        let neighbors = neighbors(&self.machines, reads).into_iter();
+        Ok(neighbors.map(|rank| rank.and_then(of).cloned().unwrap_or_default()).collect())
     }
 
     /// Everything that any plan reads, in parts that are read once, each with the plans that need
@@ -182,6 +232,11 @@ impl Part {
 }
 
 impl Pile {
+    fn keep(&mut self, part: Part) {
+        self.keep_bytes = self.keep_bytes.saturating_add(part.byte_len);
+        self.keep.items.push(part.item(0));
+    }
+
     /// Puts a part into messages of at most `most` bytes; an object may be longer.
     fn send(
         &mut self,
@@ -189,6 +244,7 @@ impl Pile {
         metadata: &CheckpointMetadata,
         most: u64,
     ) -> Result<(), CheckpointError> {
+        self.send_bytes = self.send_bytes.saturating_add(part.byte_len);
         for part in part.cut(most, metadata)? {
             let message = self.message_for(part.byte_len, part.place.is_none(), most);
             self.send.items.push(part.item(message));
@@ -220,10 +276,13 @@ impl Pile {
 impl Assignment {
     pub(crate) fn to_wire(&self) -> Bytes {
         let mut out = Vec::new();
-        out.extend_from_slice(&self.needs.most.to_le_bytes());
-        out.extend_from_slice(&self.needs.once.to_le_bytes());
+        let Needs { most, first, sent, to_send, kept } = self.needs;
+        for number in [most, first, sent, to_send, kept, self.reads_again.into()] {
+            out.extend_from_slice(&number.to_le_bytes());
+        }
         let turns: Vec<u8> = self.turns.iter().flat_map(|turns| turns.to_le_bytes()).collect();
-        for column in [turns.into(), self.send.to_wire(), self.keep.to_wire()] {
+        for column in [turns.into(), self.send.to_wire(), self.keep.to_wire(), self.again.to_wire()]
+        {
             out.extend_from_slice(&(column.len() as u64).to_le_bytes());
             out.extend_from_slice(&column);
         }
@@ -240,7 +299,14 @@ impl Assignment {
             *bytes = rest;
             Ok::<_, PlanError>(u64::from_le_bytes(*number))
         };
-        let needs = Needs { most: number(&mut bytes)?, once: number(&mut bytes)? };
+        let needs = Needs {
+            most: number(&mut bytes)?,
+            first: number(&mut bytes)?,
+            sent: number(&mut bytes)?,
+            to_send: number(&mut bytes)?,
+            kept: number(&mut bytes)?,
+        };
+        let reads_again = number(&mut bytes)? != 0;
         let mut column = || {
             let len = usize::try_from(number(&mut bytes)?).map_err(|_| bad())?;
             let (column, rest) = bytes.split_at_checked(len).ok_or_else(bad)?;
@@ -254,8 +320,8 @@ impl Assignment {
         if turns.len() != world_size as usize {
             return Err(bad());
         }
-        let send = LoadPlan::from_wire(column()?)?;
-        Ok(Self { turns, send, keep: LoadPlan::from_wire(column()?)?, needs })
+        let [send, keep, again] = [column()?, column()?, column()?].map(LoadPlan::from_wire);
+        Ok(Self { turns, send: send?, keep: keep?, needs, again: again?, reads_again })
     }
 
     /// How many messages `rank` sends.
@@ -290,6 +356,11 @@ mod tests {
         (metadata, plan)
     }
 
+    fn division(machines: &[Rank], rule: ShareRule, message_bytes: u64) -> Division {
+        let (world_size, machines) = (u32::try_from(machines.len()).unwrap(), machines.to_vec());
+        Division { world_size, machines, rule, message_bytes }
+    }
+
     fn bytes(plan: &LoadPlan) -> BTreeMap<u32, u64> {
         let mut messages = BTreeMap::new();
         for item in &plan.items {
@@ -305,7 +376,7 @@ mod tests {
     #[test]
     fn messages_are_bounded_and_counted_and_ranks_have_about_the_same() {
         let (metadata, plan) = stored(5, 3000);
-        let division = Division { world_size: 4, rule: ShareRule::Balanced, message_bytes: 1000 };
+        let division = division(&[0, 1, 2, 3], ShareRule::Balanced, 1000);
         let all = division.divide(&metadata, &[plan], &[0; 4]).unwrap();
         let mut sum = 0;
         for (rank, assignment) in (0..).zip(&all) {
@@ -319,26 +390,63 @@ mod tests {
             assert!(messages.values().sum::<u64>() <= 6000, "rank {rank}");
         }
         assert_eq!(sum, 15_000);
-        assert_eq!(all[3].needs, Needs { most: 15_000, once: 15_000 });
+        let to_send = all.iter().map(|one| bytes(&one.send).values().sum()).max().unwrap();
+        let expected = Needs { most: 15_000, first: 15_000, sent: 15_000, to_send, kept: 0 };
+        assert_eq!(all[3].needs, expected);
     }
 
     #[test]
     fn what_one_rank_wants_stays_with_it() {
         let (metadata, plan) = stored(3, 10);
         let nothing = LoadPlan::default();
-        let division = Division { world_size: 3, rule: ShareRule::Megatron, message_bytes: 1000 };
+        let division = division(&[0, 0, 2], ShareRule::Megatron, 1000);
         let all = division.divide(&metadata, &[nothing, plan], &[0, 1, 0]).unwrap();
         assert_eq!(all[1].keep.items.len(), 6);
         assert!(all.iter().all(|assignment| assignment.send.items.is_empty()));
         assert_eq!(all[0].turns, [0, 0, 0]);
-        assert_eq!(all[0].needs, Needs { most: 30, once: 30 });
+        let expected = Needs { most: 30, first: 30, kept: 30, ..Needs::default() };
+        assert_eq!(all[0].needs, expected);
+    }
+
+    #[test]
+    fn ranks_of_a_machine_read_again_what_a_neighbor_reads_first() {
+        let (metadata, plan) = stored(4, 100 << 20);
+        let message = 8 << 20;
+        // Two machines with two ranks each, and one rank alone.
+        let machines = [0, 1, 0, 1, 4];
+        let all = division(&machines, ShareRule::Balanced, message);
+        let all = all.divide(&metadata, std::slice::from_ref(&plan), &[0; 5]).unwrap();
+        let most = 400 << 20;
+        assert_eq!((all[0].needs.most, all[0].needs.first), (most, most));
+        for (rank, neighbor) in [(0, 2), (1, 3), (2, 0), (3, 1)] {
+            let again = &all[rank].again.items;
+            assert_eq!(again.len(), 1, "rank {rank}");
+            assert_eq!(again[0], all[neighbor].send.items[0], "rank {rank}");
+        }
+        assert_eq!(all[4].again.items, []);
+        assert!(all.iter().all(|one| one.reads_again));
+        // Ranks of one machine read each byte first once.
+        let two = division(&[0, 0], ShareRule::Balanced, message);
+        let two = two.divide(&metadata, std::slice::from_ref(&plan), &[0; 2]).unwrap();
+        assert_eq!((two[1].needs.most, two[1].needs.first), (most, most / 2));
+        // Nothing is read again where no speed is measured, or where all ranks are alone.
+        let (small, little) = stored(4, 1 << 20);
+        for (machines, metadata, plan) in [(&[0, 0], &small, &little), (&[0, 1], &metadata, &plan)]
+        {
+            let all = division(machines, ShareRule::Balanced, message);
+            let all = all.divide(metadata, std::slice::from_ref(plan), &[0; 2]).unwrap();
+            let nothing = |one: &Assignment| one.again.items.is_empty() && !one.reads_again;
+            assert!(all.iter().all(nothing));
+        }
     }
 
     #[test]
     fn assignments_travel_and_damage_is_refused() {
         let (metadata, plan) = stored(2, 10);
-        let division = Division { world_size: 2, rule: ShareRule::Megatron, message_bytes: 9 };
-        let all = division.divide(&metadata, &[plan], &[0, 0]).unwrap();
+        let division = division(&[0, 1], ShareRule::Megatron, 9);
+        let mut all = division.divide(&metadata, &[plan], &[0, 0]).unwrap();
+        all[0].again = all[1].send.clone();
+        all[1].reads_again = true;
         for assignment in all {
             let wire = assignment.to_wire();
             assert_eq!(Assignment::from_wire(&wire, 2), Ok(assignment));
@@ -352,7 +460,7 @@ mod tests {
     #[test]
     fn plans_that_read_what_is_not_there_are_refused() {
         let (metadata, plan) = stored(1, 10);
-        let division = Division { world_size: 2, rule: ShareRule::Megatron, message_bytes: 9 };
+        let division = division(&[0, 1], ShareRule::Megatron, 9);
         for (at, kind) in [
             (0, ReadKind::Tensor { chunk: 1, shard: 0, region: Region::full([10]).unwrap() }),
             (0, ReadKind::Tensor { chunk: 0, shard: 0, region: Region::full([11]).unwrap() }),

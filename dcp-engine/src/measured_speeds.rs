@@ -2,21 +2,24 @@
 
 use std::hint::black_box;
 use std::sync::Arc;
-use std::time::Instant;
 
 use bytes::Bytes;
 use dcp_core::checkpoint::ReadReport;
 use dcp_core::error::Phase;
 use dcp_core::plan::{LoadPlan, ReadKind};
 use dcp_core::{CheckpointError, CheckpointMetadata, StorageReader};
+use tokio::time::Instant;
 
 use crate::exchange_message::{Piece, Wanted};
 use crate::group::Group;
+use crate::needs::{Speeds, speed};
 use crate::planned::tensor_dtype;
-use crate::read_sharing::{Exchange, Speeds, speed};
+use crate::read_sharing::Exchange;
 
 /// Bytes that a rank reads, and at most one message more.
 const READ: u64 = 8 << 20;
+/// Bytes that a rank reads again, and at most one message more.
+const AGAIN: u64 = 4 << 20;
 /// Bytes that all ranks send together.
 const SENT: usize = 4 << 20;
 /// The longest message.
@@ -24,47 +27,87 @@ const MESSAGE_MAX: usize = 1 << 20;
 /// The shortest message.
 const MESSAGE_MIN: usize = 64 << 10;
 
-/// The speeds of all ranks, the same list on each, and what this rank read for it. Each reads a
-/// part of `send`, which is different on every rank: what one reads shall be in no cache for another.
+/// The speeds of all ranks, the same list on each, and what this rank read for it.
+///
+/// Each rank reads a part of what it would send, which is different on every rank: what one reads shall
+/// be in no cache for another. When all have read, each reads what a neighbor on its machine has
+/// read, `again`, and not its own part, which may be in a cache that no other rank uses. Either all
+/// ranks have an `again` or none has.
 pub(crate) async fn measure(
     group: &Group,
     reader: &Arc<dyn StorageReader>,
     metadata: &Arc<CheckpointMetadata>,
     send: &LoadPlan,
+    again: Option<&LoadPlan>,
     exchange: Exchange,
 ) -> Result<(Vec<Speeds>, ReadReport), CheckpointError> {
-    let read = read_some(reader, metadata, send).await;
+    let mine = async || read(reader, metadata, &leading(send, metadata, READ)?).await;
     // All have read, so none waits for another in what follows.
-    let (reads, cost) = group.all_gather_with(Phase::Read, read).await?;
+    let (reads, mut cost) = group.all_gather_with(Phase::Read, mine().await).await?;
+    let mut agains = vec![None; reads.len()];
+    if let Some(again) = again {
+        let again = read(reader, metadata, again).await;
+        let (speeds, more) = group.all_gather_with(Phase::Read, again).await?;
+        agains = speeds;
+        cost += more;
+    }
     let exchanged = exchange_some(group, exchange).await?;
     let exchanges = group.all_gather_results(Phase::Read, Ok(exchanged)).await?;
-    let speeds = reads.into_iter().zip(exchanges);
-    Ok((speeds.map(|(read, exchange)| Speeds { read, exchange }).collect(), cost))
+    let speeds = reads.into_iter().zip(agains).zip(exchanges);
+    let speeds = speeds.map(|((read, again), exchange)| {
+        // One that has nothing to read delays no other.
+        Speeds { read: read.unwrap_or(u64::MAX), again, exchange }
+    });
+    Ok((speeds.collect(), cost))
 }
 
-/// Reads in one call of the reader, which has as many requests in flight as in a load.
-async fn read_some(
-    reader: &Arc<dyn StorageReader>,
-    metadata: &Arc<CheckpointMetadata>,
+/// The first tensors that a rank reads to send them, about `bytes` of them.
+fn leading(
     send: &LoadPlan,
-) -> Result<(u64, ReadReport), CheckpointError> {
-    let mut wanted = Wanted::default();
+    metadata: &CheckpointMetadata,
+    bytes: u64,
+) -> Result<LoadPlan, CheckpointError> {
+    let (mut leading, mut byte_len) = (LoadPlan::default(), 0_u64);
     for item in &send.items {
-        let ReadKind::Tensor { chunk, region, .. } = &item.kind else { continue };
-        if wanted.byte_len() >= READ {
+        let ReadKind::Tensor { region, .. } = &item.kind else { continue };
+        if byte_len >= bytes {
             break;
         }
+        let size = tensor_dtype(metadata, item.entry)?.size() as u64;
+        byte_len = byte_len.saturating_add(region.volume().saturating_mul(size));
+        leading.items.push(item.clone());
+    }
+    Ok(leading)
+}
+
+/// What the neighbors of a rank that sends `send` read again: the first of what it reads itself.
+pub(crate) fn read_again(
+    send: &LoadPlan,
+    metadata: &CheckpointMetadata,
+) -> Result<LoadPlan, CheckpointError> {
+    leading(send, metadata, AGAIN)
+}
+
+/// Reads tensors in one call of the reader, which has as many requests in flight as in a load. The
+/// speed; none without anything to read.
+async fn read(
+    reader: &Arc<dyn StorageReader>,
+    metadata: &Arc<CheckpointMetadata>,
+    plan: &LoadPlan,
+) -> Result<(Option<u64>, ReadReport), CheckpointError> {
+    let mut wanted = Wanted::default();
+    for item in &plan.items {
+        let ReadKind::Tensor { chunk, region, .. } = &item.kind else { continue };
         let dtype = tensor_dtype(metadata, item.entry)?;
         wanted.push(Piece::tensor(item.entry, *chunk, region.clone()), dtype);
     }
     if wanted.is_empty() {
-        // It has nothing to read, so it delays no one.
-        return Ok((u64::MAX, ReadReport::default()));
+        return Ok((None, ReadReport::default()));
     }
     let byte_len = wanted.byte_len();
     let start = Instant::now();
     let (_, cost) = wanted.read(reader, metadata).await?;
-    Ok((speed(byte_len, start.elapsed()), ReadReport::new(0, cost.bytes_read)))
+    Ok((Some(speed(byte_len, start.elapsed())), ReadReport::new(0, cost.bytes_read)))
 }
 
 /// Sends messages as a shared load does, and copies them as into tensors.

@@ -21,9 +21,11 @@ use crate::disjoint::cut;
 use crate::division::{Assignment, Division};
 use crate::exchange_message::{Collector, Message, Piece, Wanted};
 use crate::group::Group;
+use crate::machine::{machine, machines};
 use crate::measured_speeds::measure;
+use crate::needs::Speeds;
 use crate::planned::{out_of_step, tensor_dtype};
-use crate::read_sharing::{Exchange, ReadSharing, Speeds};
+use crate::read_sharing::{Exchange, ReadSharing};
 use crate::receiver::Receiver;
 
 /// Default of [`ParallelReader::in_flight`].
@@ -33,6 +35,8 @@ const MESSAGE_MIN: u64 = 64 << 10;
 
 /// A reader for ranks that need much the same, as the replicas of a model do: what any of them
 /// needs is read once in the group, by one of the ranks that need it, and sent to the others.
+/// Loads in which every rank is faster when it reads by itself do that instead, unless
+/// [`sharing`](Self::sharing) is [`ReadSharing::Always`].
 ///
 /// This is Megatron-Core's fully parallel load, beneath the planner: a [`Loader`](crate::Loader)
 /// in any group, also one of more ranks, uses it as any other reader. What is
@@ -79,7 +83,7 @@ impl ParallelReader {
             rule: ShareRule::Balanced,
             exchange: Exchange::Broadcast,
             in_flight: IN_FLIGHT,
-            sharing: ReadSharing::Always,
+            sharing: ReadSharing::default(),
             speeds: None,
             known: OnceCell::new(),
         }
@@ -115,7 +119,8 @@ impl ParallelReader {
         self
     }
 
-    /// Whether ranks share their reads; always by default. The same on all ranks.
+    /// Whether ranks share their reads; by default where that is expected to be faster
+    /// ([`ReadSharing::Auto`]). The same on all ranks.
     #[must_use]
     pub fn sharing(mut self, sharing: ReadSharing) -> Self {
         self.sharing = sharing;
@@ -123,11 +128,11 @@ impl ParallelReader {
     }
 
     /// The bytes per second that a rank reads while all read, and receives while all send. With
-    /// [`ReadSharing::Auto`], loads decide by them and measure nothing, however small they are. The
-    /// slowest rank decides.
+    /// [`ReadSharing::Auto`], loads decide by them and measure nothing, however small they are. They
+    /// count on no cache in which a rank finds what another one has read. The slowest rank decides.
     #[must_use]
     pub fn speeds(mut self, read: u64, exchange: u64) -> Self {
-        self.speeds = Some(Speeds { read, exchange });
+        self.speeds = Some(Speeds { read, again: None, exchange });
         self
     }
 
@@ -215,10 +220,13 @@ impl ParallelReader {
         let needs = assignment.needs;
         let speeds = match self.speeds {
             Some(speeds) => group.all_gather_results(Phase::Plan, Ok(speeds)).await?,
-            None if !needs.are_worth_measuring(self.collective.world_size()) => return Ok(false),
+            // Reading once is what cannot take much longer.
+            None if !needs.are_worth_measuring() => return Ok(true),
             None => {
                 let (send, exchange) = (&assignment.send, self.exchange);
-                let (speeds, cost) = measure(group, &self.inner, metadata, send, exchange).await?;
+                let again = assignment.reads_again.then_some(&assignment.again);
+                let measured = measure(group, &self.inner, metadata, send, again, exchange);
+                let (speeds, cost) = measured.await?;
                 *report += cost;
                 speeds
             }
@@ -250,7 +258,10 @@ impl ParallelReader {
         let world_size = self.collective.world_size();
         let fingerprint = plan.fingerprint();
         let halves = ((fingerprint >> 64) as u64, fingerprint as u64);
-        let all = group.all_gather_results(Phase::Plan, Ok(halves)).await?;
+        let measures = self.sharing == ReadSharing::Auto && self.speeds.is_none();
+        let mine = (halves, measures.then(machine).flatten());
+        let all = group.all_gather_results(Phase::Plan, Ok(mine)).await?;
+        let (all, machine_names): (Vec<_>, Vec<_>) = all.into_iter().unzip();
         // Of ranks that need the same, the first one names it.
         let plan_of: Vec<usize> =
             all.iter().map(|one| all.iter().position(|other| other == one).unwrap_or(0)).collect();
@@ -264,8 +275,9 @@ impl ParallelReader {
                 false => LoadPlan::from_wire(plan),
             };
             let plans = plans.iter().map(decode).collect::<Result<Vec<_>, _>>()?;
-            let division =
-                Division { world_size, rule: self.rule, message_bytes: self.message_bytes() };
+            let (rule, message_bytes) = (self.rule, self.message_bytes());
+            let machines = machines(machine_names);
+            let division = Division { world_size, machines, rule, message_bytes };
             let all = division.divide(metadata, &plans, &plan_of)?;
             Ok((all.iter().map(Assignment::to_wire).collect(), ()))
         });

@@ -69,7 +69,8 @@
 //!
 //! Without more, the ranks with the main replicas write everything and each rank reads what it
 //! needs. With [`parallel::ParallelSave`] and [`parallel::ParallelReader`], every byte is written
-//! and read once in a group of replicas, in shares of about the same size:
+//! and read once in a group of replicas, in shares of about the same size (a large load on ranks that
+//! are faster alone reads on each, unless [`parallel::ReadSharing::Always`] is set):
 //!
 //! ```
 //! # use std::sync::Arc;

@@ -17,6 +17,7 @@ mod modes;
 mod parallel;
 mod planners;
 mod protocol;
+mod read_sharing;
 mod readers;
 mod reshard;
 mod steady_state;

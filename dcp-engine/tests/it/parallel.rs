@@ -12,7 +12,7 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, Collective, DType, Region, StateDict, StorageReader,
     Tensor, TensorView, Value,
 };
-use dcp_engine::{Exchange, Loader, ParallelReader, ReadSharing, Saver};
+use dcp_engine::{Exchange, Loader, ParallelReader, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_planner::ShareRule;
 use proptest::prelude::*;
@@ -162,74 +162,6 @@ fn large_tensors_go_in_parts_and_every_rank_reads_some_of_them() {
         assert_eq!(bytes.iter().sum::<u64>(), 4 * 700 * 1000);
         assert!(most.iter().all(|most| *most <= 64 << 10), "{most:?}");
         assert!(bytes.iter().all(|bytes| *bytes > 700_000), "{bytes:?}");
-    }
-}
-
-/// Configured speeds are those of no machine, so the way is known.
-#[test]
-fn the_expected_times_decide_whether_replicas_share() {
-    let shape = [300, 1000];
-    let storage = memory();
-    let state = one("w", counting_whole(&shape, 9));
-    block_on(Saver::new().save(&state, &DcpWriter::new(Arc::clone(&storage)))).unwrap();
-    let whole = 4 * 300 * 1000;
-    let all_read = |sharing, speeds: fn(u32) -> (u64, u64), exchange| {
-        let read = on_ranks(4, |rank, group| {
-            let mut state = one("w", Tensor::zeros(DType::Int32, shape).unwrap());
-            let probe = Arc::new(Probe::new(reader(&storage)));
-            let (read, received) = speeds(rank);
-            let reader = ParallelReader::new(Arc::clone(&probe) as _, Arc::clone(&group))
-                .exchange(exchange)
-                .sharing(sharing)
-                .speeds(read, received);
-            let summary = block_on(Loader::new().group(group).load(&mut state, &reader)).unwrap();
-            assert!(same(&state, &one("w", counting_whole(&shape, 9))));
-            assert_eq!(summary.read.bytes_needed, whole);
-            probe.bytes()
-        });
-        read.iter().sum::<u64>()
-    };
-    for exchange in EXCHANGES {
-        assert_eq!(all_read(ReadSharing::Auto, |_| (100, 1000), exchange), whole);
-        assert_eq!(all_read(ReadSharing::Auto, |_| (1000, 100), exchange), 4 * whole);
-        // Ranks that know different speeds take the same way: the slowest decides for all.
-        let last_is_slow = |rank| if rank == 3 { (100, 1000) } else { (9000, 1000) };
-        assert_eq!(all_read(ReadSharing::Auto, last_is_slow, exchange), whole);
-        assert_eq!(all_read(ReadSharing::Never, |_| (1, 1000), exchange), 4 * whole);
-        assert_eq!(all_read(ReadSharing::Always, |_| (1000, 1), exchange), whole);
-    }
-}
-
-/// What all replicas measure decides, whatever that is; no byte is lost either way.
-#[test]
-fn a_large_load_measures_and_a_small_one_does_not() {
-    // Sharing could save 288 MiB for each rank.
-    let shape = [384 << 10, 384];
-    let storage = memory();
-    let large = one("w", Tensor::zeros(DType::Int32, shape).unwrap());
-    block_on(Saver::new().save(&large, &DcpWriter::new(Arc::clone(&storage)))).unwrap();
-    drop(large);
-    let whole = 4 * shape[0] * shape[1];
-    let region = |share: u64| Region::new([0, 0], [shape[0] / share, shape[1]]).unwrap();
-    for (share, is_measured) in [(1, true), (8, false)] {
-        let needed = whole / share;
-        for exchange in EXCHANGES {
-            let read = on_ranks(2, |_, group| {
-                let mine = Region::full(shape).unwrap().intersect(&region(share)).unwrap();
-                let mut state = one("w", zeros(&shape, &mine));
-                let probe = Arc::new(Probe::new(reader(&storage)));
-                let reader = ParallelReader::new(Arc::clone(&probe) as _, Arc::clone(&group))
-                    .exchange(exchange)
-                    .sharing(ReadSharing::Auto);
-                block_on(Loader::new().group(group).load(&mut state, &reader)).unwrap();
-                probe.bytes()
-            });
-            let all = read.iter().sum::<u64>();
-            let measured = if is_measured { 2 * (8 << 20)..=2 * (16 << 20) } else { 0..=0 };
-            let alone = all.checked_sub(2 * needed).is_some_and(|rest| measured.contains(&rest));
-            let shared = all.checked_sub(needed).is_some_and(|rest| measured.contains(&rest));
-            assert!(alone || is_measured && shared, "{all} bytes of {needed} per rank");
-        }
     }
 }
 

@@ -7,7 +7,8 @@
 //! ([`ParallelSave`]). Everything after that is an ordinary save.
 //!
 //! A fully parallel load needs no sharded state dict: [`dcp_engine::ParallelReader`] shares what
-//! ranks read beneath the planner.
+//! ranks read beneath the planner. Megatron-Core always shares; here a load that measures that each rank
+//! is faster by itself does not, unless [`ReadSharing::Always`] is set.
 //!
 //! ```
 //! # use std::sync::Arc;

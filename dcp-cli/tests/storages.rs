@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 use dcp::formats::safetensors::{Header, PREFIX_LEN, header_len};
 use libtest_mimic::{Arguments, Failed, Trial};
+use tempfile::TempDir;
 
 /// A place to keep checkpoints.
 #[derive(Clone, Debug)]
@@ -80,8 +81,32 @@ const ROWS: &[(&str, &str, &[&str])] = &[
     ),
 ];
 
+/// Folders that nobody else has, and that go when the tests are over.
+struct Folders {
+    /// On local disk.
+    local: TempDir,
+    /// Served by the web server, where there is one.
+    served: Option<TempDir>,
+}
+
+impl Folders {
+    fn new() -> Self {
+        // The name is that of a folder in buckets, too.
+        let mut named = tempfile::Builder::new();
+        named.prefix("cli-").rand_bytes(16);
+        let root = env::var_os("DCP_TEST_HTTP_ROOT");
+        let served = root.map(|root| named.tempdir_in(root).unwrap());
+        Self { local: named.tempdir().unwrap(), served }
+    }
+}
+
+/// The name of a folder.
+fn name_of(folder: &TempDir) -> String {
+    folder.path().file_name().unwrap().to_string_lossy().into_owned()
+}
+
 impl Place {
-    fn all() -> Vec<Self> {
+    fn all(folders: &Folders) -> Vec<Self> {
         let of = |name, base, options: &[(&str, String)], served| {
             let options = options.iter();
             let options = options.map(|(name, value)| format!("--storage-option={name}={value}"));
@@ -89,12 +114,12 @@ impl Place {
         };
         let variable = |name: &str| env::var(name).ok();
         let text = |name: &str| env::var(name).unwrap_or_default();
-        let unique = format!("cli-{}", std::process::id());
+        let unique = name_of(&folders.local);
         let at = |scheme: &str, bucket: &str| {
             variable(bucket).map(|bucket| format!("{scheme}://{bucket}/{unique}"))
         };
-        let local = env::temp_dir().join(&unique).display().to_string();
-        let served = variable("DCP_TEST_HTTP_ROOT").map(|root| PathBuf::from(root).join(&unique));
+        let local = folders.local.path().display().to_string();
+        let served = folders.served.as_ref();
         let s3 =
             [("aws_endpoint", text("DCP_TEST_S3_ENDPOINT")), ("aws_allow_http", "true".to_owned())];
         let account = text("AZURE_STORAGE_ACCOUNT_NAME");
@@ -115,9 +140,11 @@ impl Place {
             of("GCS", at("gs", "DCP_TEST_GCS_BUCKET"), &gcs, None),
             of(
                 "HTTP",
-                variable("DCP_TEST_HTTP_URL").map(|url| format!("{url}/{unique}")),
+                variable("DCP_TEST_HTTP_URL")
+                    .zip(served)
+                    .map(|(url, served)| format!("{url}/{}", name_of(served))),
                 &http,
-                served,
+                served.map(|served| served.path().to_owned()),
             ),
         ]
     }
@@ -199,7 +226,7 @@ impl Place {
                 if args.contains(&"--json".to_owned()) && !fixture.is_empty() {
                     let args: Vec<_> =
                         args.iter().map(|arg| arg.replace(&source, &local)).collect();
-                    let wanted = Self::all()[0].dcp(&args)?;
+                    let wanted = Self { options: Vec::new(), ..self.clone() }.dcp(&args)?;
                     assert_eq!(printed.replace(&source, "SRC"), wanted.replace(&local, "SRC"));
                 }
             }
@@ -259,7 +286,10 @@ fn the_readme_has_the_table(places: &[Place]) -> Result<(), Failed> {
 }
 
 fn main() -> ExitCode {
-    let places = Place::all();
+    // Ends the process where the arguments are wrong.
+    let arguments = Arguments::from_args();
+    let folders = Folders::new();
+    let places = Place::all(&folders);
     let mut trials = Vec::new();
     for place in places.iter().cloned().map(Arc::new) {
         for (row, (name, _, _)) in ROWS.iter().enumerate().filter(|(row, _)| place.has(*row)) {
@@ -273,9 +303,5 @@ fn main() -> ExitCode {
     let for_table = places.clone();
     let table = Trial::test("readme::has_the_table", move || the_readme_has_the_table(&for_table));
     trials.push(table);
-    let outcome = libtest_mimic::run(&Arguments::from_args(), trials);
-    if let Some(local) = places.first().and_then(|place| place.base.as_deref()) {
-        drop(fs::remove_dir_all(local));
-    }
-    outcome.exit_code()
+    libtest_mimic::run(&arguments, trials).exit_code()
 }

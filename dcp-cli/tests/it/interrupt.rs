@@ -10,30 +10,70 @@ use std::process::{Child, Command, Stdio};
 
 use dcp::DType;
 use dcp::formats::safetensors::{SafetensorsItem, encode_header};
+use dcp_conformance::http::{FaultRule, HttpFault};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::inotify;
 
+use crate::ranks_bucket::Bucket;
 use crate::support::{Run, command, dcp, finish, path};
 
 /// Longer than any of it takes.
 const ENOUGH: Timespec = Timespec { tv_sec: 600, tv_nsec: 0 };
 
-/// A checkpoint of 64 GiB that takes no space: its end is a hole. Nobody is done with it before a
-/// signal comes.
-pub(crate) fn large(folder: &tempfile::TempDir) -> String {
-    hole(folder, 1 << 18)
-}
-
-/// Another of 4 TiB, which no machine has read before a check says how far it is.
+/// A checkpoint of 4 TiB that takes no space: its end is a hole. No machine has read it before a check
+/// says how far it is.
 pub(crate) fn larger(folder: &tempfile::TempDir) -> String {
-    hole(folder, 1 << 24)
+    tensors(folder, 1 << 15, 1 << 24)
 }
 
-fn hole(folder: &tempfile::TempDir, columns: u64) -> String {
+/// A checkpoint of 16 MiB in a bucket that stops to answer. A command has written a part of what it
+/// makes, and is done with no more before a signal comes.
+struct Stalling {
+    bucket: Bucket,
+    url: &'static str,
+}
+
+impl Stalling {
+    /// Requests for data that are answered, of 64 KiB or less each.
+    const ANSWERED: u64 = 48;
+    /// Options of commands: they wait for an answer longer than any test.
+    const PATIENT: [&str; 3] = [
+        "--storage-option=timeout=1 day",
+        "--storage-option=stall_timeout=86400",
+        "--storage-option=deadline=86400",
+    ];
+
+    fn start() -> Self {
+        let (bucket, folder) = (Bucket::start(), tempfile::tempdir().unwrap());
+        let url = "s3://bucket/large.safetensors";
+        bucket.alone(&["convert", &tensors(&folder, 1 << 11, 1 << 10), url]).ok();
+        Self { bucket, url }
+    }
+
+    /// Runs a command that reads [`url`](Self::url), as [`interrupted`] does.
+    fn interrupted(
+        &self,
+        args: &[&str],
+        signal: &str,
+        folder: &Path,
+        ready: impl Fn() -> bool,
+    ) -> Run {
+        self.bucket.proxy.calm();
+        let stall = FaultRule::new(HttpFault::Stall).method("GET").containing("large");
+        self.bucket.proxy.add(stall.after(Self::ANSWERED));
+        let args =
+            self.bucket.args(&[&Self::PATIENT, args, &["--max-memory=512KiB"]].concat(), true);
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        interrupted(&args, signal, folder, ready)
+    }
+}
+
+/// A file of two tensors of zeros, which take no space.
+fn tensors(folder: &tempfile::TempDir, rows: u64, columns: u64) -> String {
     let item = |name: &str| SafetensorsItem {
         name: name.into(),
         dtype: DType::Float32,
-        shape: [1 << 15, columns].into(),
+        shape: [rows, columns].into(),
     };
     let encoded = encode_header(&[item("a"), item("b")], &Default::default()).unwrap();
     let path = path(folder, "large.safetensors");
@@ -66,7 +106,8 @@ fn interrupted(args: &[&str], signal: &str, folder: &Path, ready: impl Fn() -> b
         let output = child.stdout.as_ref().unwrap();
         let mut events = [PollFd::new(&changes, PollFlags::IN), PollFd::new(output, PollFlags::IN)];
         assert_ne!(poll(&mut events, Some(&ENOUGH)).unwrap(), 0, "it did not get there");
-        assert!(events[1].revents().is_empty(), "it ended before it could be interrupted");
+        let is_there = events[1].revents().is_empty();
+        assert!(is_there, "it ended before the signal: {:?}", child.wait_with_output());
         let mut buffer = [MaybeUninit::uninit(); 4096];
         inotify::Reader::new(&changes, &mut buffer).next().unwrap();
     }
@@ -94,53 +135,56 @@ fn is_temporary(name: &str) -> bool {
 #[test]
 fn a_file_in_the_making_goes() {
     let folder = tempfile::tempdir().unwrap();
-    let source = large(&folder);
+    let source = Stalling::start();
     let target = path(&folder, "copy.safetensors");
-    let args = ["convert", &source, &target, "--to", "safetensors"];
+    let args = ["convert", source.url, &target, "--to", "safetensors"];
     for (signal, code) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
         let begun = || names(folder.path()).iter().any(|name| is_temporary(name));
-        interrupted(&args, signal, folder.path(), begun)
+        source
+            .interrupted(&args, signal, folder.path(), begun)
             .fails(code, &["interrupted; nothing was written"]);
-        assert_eq!(names(folder.path()), ["large.safetensors"]);
+        assert_eq!(names(folder.path()), [""; 0]);
     }
 }
 
 #[test]
 fn an_old_file_stays() {
     let folder = tempfile::tempdir().unwrap();
-    let source = large(&folder);
+    let source = Stalling::start();
     let target = path(&folder, "old.safetensors");
     fs::write(&target, "old").unwrap();
     let begun = || names(folder.path()).iter().any(|name| is_temporary(name));
-    let args = ["convert", &source, &target, "--to", "safetensors", "--overwrite"];
-    interrupted(&args, "INT", folder.path(), begun).fails(130, &["nothing was written"]);
-    assert_eq!(names(folder.path()), ["large.safetensors", "old.safetensors"]);
+    let args = ["convert", source.url, &target, "--to", "safetensors", "--overwrite"];
+    source.interrupted(&args, "INT", folder.path(), begun).fails(130, &["nothing was written"]);
+    assert_eq!(names(folder.path()), ["old.safetensors"]);
     assert_eq!(fs::read(&target).unwrap(), b"old");
 }
 
 #[test]
 fn files_that_are_complete_already_go_with_their_folders() {
     let folder = tempfile::tempdir().unwrap();
-    let source = large(&folder);
+    let source = Stalling::start();
     let target = folder.path().join("deep/er");
-    let args = ["reshard", &source, target.to_str().unwrap(), "--ranks", "1024"];
+    let args = ["reshard", source.url, target.to_str().unwrap(), "--ranks", "256"];
     let one_is_there = || names(&target).iter().any(|name| name.ends_with(".distcp"));
-    interrupted(&args, "INT", folder.path(), one_is_there)
+    source
+        .interrupted(&args, "INT", folder.path(), one_is_there)
         .fails(130, &["interrupted; nothing was written"]);
-    assert_eq!(names(folder.path()), ["large.safetensors"]);
+    assert_eq!(names(folder.path()), [""; 0]);
 }
 
 #[test]
 fn an_old_checkpoint_stays() {
     let folder = tempfile::tempdir().unwrap();
-    let source = large(&folder);
+    let source = Stalling::start();
     let target = folder.path().join("old");
     let uri = target.to_str().unwrap();
     dcp(["reshard", "fsdp2_adam_2r", uri, "--ranks", "2"]).ok();
     let before = names(&target);
     let one_is_there = || names(&target).iter().any(|name| name.ends_with(".g1.distcp"));
-    let args = ["reshard", &source, uri, "--ranks", "1024", "--overwrite"];
-    interrupted(&args, "TERM", folder.path(), one_is_there)
+    let args = ["reshard", source.url, uri, "--ranks", "256", "--overwrite"];
+    source
+        .interrupted(&args, "TERM", folder.path(), one_is_there)
         .fails(143, &["interrupted; nothing was written"]);
     assert_eq!(names(&target), before);
     dcp(["verify", uri, "--deep"]).ok();
@@ -149,24 +193,26 @@ fn an_old_checkpoint_stays() {
 #[test]
 fn an_old_checkpoint_of_megatron_stays() {
     let folder = tempfile::tempdir().unwrap();
-    let source = large(&folder);
+    let source = Stalling::start();
     let target = folder.path().join("old");
     let uri = target.to_str().unwrap();
     let fixture = crate::megatron::megatron("tp2_basic/ckpt");
     dcp(["convert", &fixture, uri, "--to", "torch-dist"]).ok();
     let before = names(&target);
     let begun = || names(&target).iter().any(|name| is_temporary(name));
-    let args = ["convert", &source, uri, "--to", "torch-dist", "--overwrite"];
-    interrupted(&args, "INT", folder.path(), begun)
+    let args = ["convert", source.url, uri, "--to", "torch-dist", "--overwrite"];
+    source
+        .interrupted(&args, "INT", folder.path(), begun)
         .fails(130, &["interrupted; nothing was written"]);
     assert_eq!(names(&target), before);
     dcp(["diff", &fixture, uri]).ok();
     let new = folder.path().join("run/iter_0000001");
-    let args = ["convert", &source, new.to_str().unwrap(), "--to", "torch-dist"];
+    let args = ["convert", source.url, new.to_str().unwrap(), "--to", "torch-dist"];
     let begun = || names(&new).iter().any(|name| is_temporary(name));
-    interrupted(&args, "TERM", folder.path(), begun)
+    source
+        .interrupted(&args, "TERM", folder.path(), begun)
         .fails(143, &["interrupted; nothing was written"]);
-    assert_eq!(names(folder.path()), ["large.safetensors", "old"]);
+    assert_eq!(names(folder.path()), ["old"]);
 }
 
 #[test]

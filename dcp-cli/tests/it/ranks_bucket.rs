@@ -17,19 +17,19 @@ const RANKS: u32 = 3;
 const KILLED: u32 = 1;
 
 /// A bucket, to which [`KILLED`] has a connection of its own.
-struct Bucket {
-    proxy: FaultProxy,
+pub(crate) struct Bucket {
+    pub(crate) proxy: FaultProxy,
     double: S3Double,
 }
 
 impl Bucket {
-    fn start() -> Self {
+    pub(crate) fn start() -> Self {
         let double = S3Double::start(&["bucket"], Duration::ZERO).unwrap();
         Self { proxy: FaultProxy::start(&double.endpoint()).unwrap(), double }
     }
 
     /// The arguments of a rank; `proxied` are the ranks that the proxy serves.
-    fn args(&self, args: &[impl AsRef<str>], proxied: bool) -> Vec<String> {
+    pub(crate) fn args(&self, args: &[impl AsRef<str>], proxied: bool) -> Vec<String> {
         let endpoint = if proxied { self.proxy.endpoint() } else { self.double.endpoint() };
         let options = [
             &*format!("aws_endpoint={endpoint}"),
@@ -42,7 +42,7 @@ impl Bucket {
         options.into_iter().chain(args.iter().map(|arg| arg.as_ref().to_owned())).collect()
     }
 
-    fn alone(&self, args: &[impl AsRef<str>]) -> Run {
+    pub(crate) fn alone(&self, args: &[impl AsRef<str>]) -> Run {
         dcp(self.args(args, false))
     }
 

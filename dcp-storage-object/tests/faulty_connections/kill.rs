@@ -7,7 +7,7 @@ use dcp_conformance::http::{FaultRule, HttpFault};
 use dcp_core::storage::LeftoverAction;
 
 use crate::checkpoint::{loaded, save_on_one};
-use crate::place::{Place, Store, block_on};
+use crate::place::{Answers, Place, Store, block_on};
 
 const URL: &str = "DCP_TEST_CHILD_URL";
 const ENDPOINT: &str = "DCP_TEST_CHILD_ENDPOINT";
@@ -20,7 +20,7 @@ pub(crate) fn is_child() -> bool {
 /// Saves step 2.
 pub(crate) fn save_as_child() {
     let [url, endpoint, store] = [URL, ENDPOINT, STORE].map(|name| std::env::var(name).unwrap());
-    let storage = Store::named(&store).open(&url, &endpoint);
+    let storage = Store::named(&store).open(&url, &endpoint, Answers::All);
     save_on_one(&storage, 2).unwrap();
 }
 

@@ -14,6 +14,19 @@ use dcp_testing::key;
 use futures_util::TryStreamExt as _;
 use tokio::runtime::Runtime;
 
+/// Seconds after which a request hangs, on any machine.
+const HANG: u64 = 900;
+
+/// What a storage expects of the answers to its requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Answers {
+    /// Each comes, or its connection breaks: a slow one is waited for.
+    All,
+    /// Some never come: a request is repeated after a second, and costs a repetition where the machine
+    /// was only slow.
+    SomeStall,
+}
+
 /// An object store on this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Store {
@@ -74,13 +87,19 @@ impl Store {
         }
     }
 
-    /// A storage that gives up early, so that stalled requests cost little.
-    pub(crate) fn open(self, url: &str, endpoint: &str) -> Arc<dyn Storage> {
+    /// A storage that repeats requests, as often as it takes, until a time that nothing but a hang
+    /// reaches.
+    pub(crate) fn open(self, url: &str, endpoint: &str, answers: Answers) -> Arc<dyn Storage> {
+        let seconds = match answers {
+            Answers::All => HANG,
+            Answers::SomeStall => 1,
+        };
         let options = self
             .options(endpoint)
-            .with("timeout", "1 second")
-            .with("stall_timeout", "1")
-            .with("deadline", "20");
+            .with("timeout", format!("{seconds} seconds"))
+            .with("stall_timeout", seconds.to_string())
+            .with("attempts_max", u32::MAX.to_string())
+            .with("deadline", HANG.to_string());
         let request = OpenRequest::new(url, Access::Write).with_options(options);
         block_on(ObjectOpener::new().open(&request)).unwrap()
     }
@@ -110,6 +129,7 @@ pub(crate) struct Place {
     pub(crate) proxy: FaultProxy,
     pub(crate) store: Store,
     prefix: String,
+    answers: Answers,
 }
 
 impl Place {
@@ -120,9 +140,14 @@ impl Place {
         Self::named(store, format!("faults-{now:x}-{}", NEXT.fetch_add(1, Ordering::Relaxed)))
     }
 
+    /// The same, in which seeded faults leave requests without an answer.
+    pub(crate) fn with_stalls(self) -> Self {
+        Self { answers: Answers::SomeStall, ..self }
+    }
+
     /// An empty folder whose name is the same in every run: faults follow from the names of objects.
     pub(crate) fn of_seed(store: Store, seed: u64) -> Self {
-        let place = Self::named(store, format!("faults-of-seed-{seed}"));
+        let place = Self::named(store, format!("faults-of-seed-{seed}")).with_stalls();
         let keys: Vec<_> = place.names().iter().map(|name| key(name)).collect();
         block_on(place.storage().delete(&keys)).unwrap();
         place
@@ -130,7 +155,7 @@ impl Place {
 
     fn named(store: Store, prefix: String) -> Self {
         let proxy = FaultProxy::start(&store.variable("ENDPOINT").unwrap()).unwrap();
-        Self { proxy, store, prefix }
+        Self { proxy, store, prefix, answers: Answers::All }
     }
 
     /// The URL that [`Store::open`] takes, and the address of the proxy.
@@ -141,11 +166,12 @@ impl Place {
     /// A storage with connections of its own, as a process has them.
     pub(crate) fn storage(&self) -> Arc<dyn Storage> {
         let (url, endpoint) = self.address();
-        self.store.open(&url, &endpoint)
+        self.store.open(&url, &endpoint, self.answers)
     }
 
     pub(crate) fn in_bucket(&self, bucket: &str) -> Arc<dyn Storage> {
-        self.store.open(&self.store.url(bucket, &self.prefix), &self.proxy.endpoint())
+        let url = self.store.url(bucket, &self.prefix);
+        self.store.open(&url, &self.proxy.endpoint(), self.answers)
     }
 
     /// The names of all objects, sorted.

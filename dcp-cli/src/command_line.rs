@@ -93,7 +93,7 @@ impl CommandLine {
             let name = matches.subcommand_name().unwrap_or_default().to_owned();
             Ok((Cli::from_arg_matches(&matches)?, json, name))
         });
-        let (cli, json, name) = match parsed {
+        let (mut cli, json, name) = match parsed {
             Ok(parsed) => parsed,
             Err(error) if error.use_stderr() && asks_for_json(&args) => {
                 return error_report::print_json(&Failure::of_arguments(&error));
@@ -108,6 +108,7 @@ impl CommandLine {
                 };
             }
         };
+        cli.global.add_storage_options_before_command(&args);
         let errors = Style::for_stream(cli.global.color, &std::io::stderr());
         match run(cli, &name, &self.plugins) {
             Ok(()) => ExitCode::SUCCESS,

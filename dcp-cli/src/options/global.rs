@@ -1,12 +1,12 @@
 //! Options of every command.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::path::PathBuf;
 
-use clap::Args;
 use clap::builder::TypedValueParser;
 use clap::error::ErrorKind;
+use clap::{Args, Parser, Subcommand};
 
 use super::parse::parse_bytes;
 use crate::output::style::ColorChoice;
@@ -128,6 +128,34 @@ pub(crate) struct Global {
         help_heading = "Ranks"
     )]
     pub(crate) rank_timeout: u64,
+}
+
+impl Global {
+    /// Adds the settings of object stores that are before the name of the command. Of an option that is
+    /// before and after it, clap keeps what is after; settings of different names all count.
+    pub(crate) fn add_storage_options_before_command(&mut self, args: &[OsString]) {
+        let before =
+            BeforeCommand::try_parse_from(args).map(|before| before.global.storage_options);
+        self.storage_options.splice(0..0, before.unwrap_or_default());
+    }
+}
+
+/// The arguments up to the name of the command.
+#[derive(Parser)]
+struct BeforeCommand {
+    #[command(flatten)]
+    global: Global,
+    #[command(subcommand)]
+    _command: AnyCommand,
+}
+
+#[derive(Subcommand)]
+enum AnyCommand {
+    #[command(external_subcommand)]
+    Any(
+        #[expect(dead_code, reason = "clap needs a place for the arguments of the command")]
+        Vec<OsString>,
+    ),
 }
 
 /// A setting of object stores. Its value may be a secret.

@@ -83,6 +83,21 @@ fn name_the_lost_rank(runs: Vec<Run>) {
 }
 
 #[test]
+fn settings_of_a_bucket_before_and_after_the_command_all_count() {
+    let bucket = Bucket::start();
+    bucket.alone(&["copy", "fsdp2_adam_2r", "s3://bucket/a"]).ok();
+    // Without the endpoint that is before the command, the request would leave this machine.
+    let after = "--storage-option=attempts_max=1";
+    let listed = bucket.alone(&["inspect", "s3://bucket/a", after]).ok();
+    assert!(listed.contains("__0_0.distcp"), "{listed}");
+    // The last one of a name counts.
+    let right = format!("--storage-option=aws_endpoint={}", bucket.double.endpoint());
+    let mut args = bucket.args(&["inspect", "s3://bucket/a", after, &right], false);
+    args[0] = "--storage-option=aws_endpoint=http://127.0.0.1:1".to_owned();
+    assert_eq!(dcp(args).ok(), listed);
+}
+
+#[test]
 fn ranks_write_to_a_bucket_what_one_process_writes() {
     let (bucket, folder) = (Bucket::start(), tempfile::tempdir().unwrap());
     let source = "s3://bucket/source";

@@ -22,7 +22,7 @@ use crate::key::Key;
 use crate::metadata::CheckpointMetadata;
 use crate::payload::Payload;
 use crate::plan::{GlobalPlan, LoadPlan, ReadItem, SavePlan, WritePlan};
-use crate::storage::Claim;
+use crate::storage::{Claim, OwnThreads};
 use crate::tensor_view::TensorView;
 use crate::value::{Dict, Value};
 
@@ -110,6 +110,10 @@ pub trait DataSource: fmt::Debug + Send + Sync {
     /// The maximum number of bytes per call: `u64::MAX` if all data is in memory, less if every
     /// call has to fetch it.
     fn segment_bytes(&self) -> u64;
+
+    /// Threads on which [`resolve`](Self::resolve) does all of its work, and a writer writes the bytes
+    /// where they are in the cache; none if it waits for another machine, or has no threads.
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>>;
 }
 
 /// Receives what a load reads.

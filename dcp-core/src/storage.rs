@@ -10,6 +10,7 @@ mod ext;
 mod forward;
 mod leftover;
 mod object;
+mod own_thread;
 
 use std::fmt;
 use std::future::Future;
@@ -34,6 +35,7 @@ pub use object::{
     FolderEntry, ObjectMeta, PutMode, ReadInto, ReadOutcome, ReadRequest, UploadOptions, Version,
     WholeObject,
 };
+pub use own_thread::{Lane, OwnThreads, is_own_thread, on_own_thread};
 
 /// A stream of listed objects.
 pub type ObjectStream = Pin<Box<dyn Stream<Item = Result<ObjectMeta, StorageError>> + Send>>;

@@ -9,6 +9,7 @@ use bytes::Bytes;
 use dcp_cast::CastReport;
 use dcp_core::checkpoint::DataSource;
 use dcp_core::plan::SavePlan;
+use dcp_core::storage::OwnThreads;
 use dcp_core::tensor::ShardData;
 use dcp_core::{CheckpointError, Payload, PlanError, Region, Tensor, TensorView};
 
@@ -175,5 +176,9 @@ impl DataSource for StateSource {
 
     fn segment_bytes(&self) -> u64 {
         self.segment_bytes
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        None
     }
 }

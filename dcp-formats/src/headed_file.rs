@@ -1,5 +1,7 @@
 //! Writes a file of a header and the elements of one tensor.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use dcp_core::checkpoint::DataSource;
 use dcp_core::{CheckpointError, FormatError, Key, Storage};
@@ -17,13 +19,13 @@ pub async fn prepare_headed_file<'a>(
     (key, options): (&Key, FileOptions),
     header: Bytes,
     byte_len: u64,
-    data: &dyn DataSource,
+    data: Arc<dyn DataSource>,
 ) -> Result<PendingFile<'a>, CheckpointError> {
     let total = byte_len.saturating_add(header.len() as u64);
-    let items = [FileItem { item: 0, byte_len }];
-    let framing = Header { header, name: key.to_string() };
-    let spec = FileSpec { key, byte_len: total, items: &items, framing: &framing };
-    prepare_file(storage, spec, options, data, None).await
+    let items = Arc::new([FileItem { item: 0, byte_len }]);
+    let framing = Arc::new(Header { header, name: key.to_string() });
+    let spec = FileSpec { key, byte_len: total, items, framing };
+    prepare_file(storage, spec, options, &data, None).await
 }
 
 #[derive(Debug)]

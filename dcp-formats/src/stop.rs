@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
 use dcp_core::checkpoint::DataSource;
+use dcp_core::storage::OwnThreads;
 use dcp_core::{CheckpointError, Payload};
 use futures_util::{StreamExt as _, stream};
 
@@ -87,5 +88,9 @@ impl DataSource for Guarded {
 
     fn segment_bytes(&self) -> u64 {
         self.data.segment_bytes()
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        self.data.own_threads()
     }
 }

@@ -1,6 +1,8 @@
 //! Streams items into a file, in bounded memory, without copying tensor data, with CRCs computed on
 //! the way.
 
+mod assembly;
+mod lanes;
 mod parts;
 mod send;
 
@@ -8,6 +10,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use self::lanes::Lanes;
 use self::parts::Parts;
 use self::send::{PartLens, send};
 use bytes::Bytes;
@@ -74,15 +77,15 @@ pub(crate) struct FileItem {
 pub(crate) struct FileSpec<'a> {
     pub(crate) key: &'a Key,
     pub(crate) byte_len: u64,
-    pub(crate) items: &'a [FileItem],
-    pub(crate) framing: &'a dyn Framing,
+    pub(crate) items: Arc<[FileItem]>,
+    pub(crate) framing: Arc<dyn Framing>,
 }
 
 /// Writes a file that does not exist yet. Nothing remains of it on failure.
 pub(crate) async fn write_file(
     storage: &dyn Storage,
     file: FileSpec<'_>,
-    data: &dyn DataSource,
+    data: &Arc<dyn DataSource>,
     options: FileOptions,
     progress: Option<&ByteProgress>,
 ) -> Result<ObjectMeta, CheckpointError> {
@@ -225,7 +228,7 @@ pub(crate) async fn prepare_file<'a>(
     storage: &'a dyn Storage,
     file: FileSpec<'_>,
     options: FileOptions,
-    data: &dyn DataSource,
+    data: &Arc<dyn DataSource>,
     progress: Option<&ByteProgress>,
 ) -> Result<PendingFile<'a>, CheckpointError> {
     let mode = options.mode.clone();
@@ -288,7 +291,7 @@ impl SentFile {
 pub(crate) async fn send_file(
     storage: &dyn Storage,
     file: FileSpec<'_>,
-    data: &dyn DataSource,
+    data: &Arc<dyn DataSource>,
     how: Sending,
     progress: Option<&ByteProgress>,
 ) -> Result<SentFile, CheckpointError> {
@@ -303,6 +306,21 @@ pub(crate) async fn send_file(
     let has_exact_len = parts.has_exact_len();
     if !has_exact_len {
         options.byte_len = None;
+    } else if let Some(lanes) = Lanes::of(storage, &file, data, how.options.in_flight) {
+        options.part_bytes = lanes.part_bytes;
+        let upload = storage.start_upload(&key, options).await?;
+        let (upload, sent) = lanes.send(&file, data, upload, how.hashed, progress).await;
+        let sent = sent.and_then(|sent| Ok((check_len(&file, true, sent.byte_len)?, sent.crc32)));
+        return match (upload, sent) {
+            (Some(upload), Ok((byte_len, crc32))) => {
+                Ok(SentFile { key, byte_len, crc32: crc32.unwrap_or(0), upload })
+            }
+            (Some(upload), Err(error)) => {
+                abort(&key, upload).await;
+                Err(error)
+            }
+            (None, sent) => Err(sent.err().unwrap_or(CheckpointError::Canceled)),
+        };
     }
     // A part may be 1/64 longer than the storage's preferred length.
     let in_flight = how.options.upload_bytes.saturating_add(how.options.upload_bytes / 64);
@@ -345,7 +363,7 @@ mod tests {
 
     use async_trait::async_trait;
     use dcp_core::StorageError;
-    use dcp_core::storage::PartFuture;
+    use dcp_core::storage::{OwnThreads, PartFuture};
     use dcp_testing::block_on;
     use tokio::sync::Notify;
 
@@ -373,6 +391,10 @@ mod tests {
 
         fn segment_bytes(&self) -> u64 {
             10
+        }
+
+        fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+            None
         }
     }
 
@@ -437,14 +459,15 @@ mod tests {
 
     async fn sent(
         upload: &mut Slow,
-        data: &Counting,
+        data: &Arc<Counting>,
         in_flight: u64,
     ) -> Result<u64, CheckpointError> {
         let key = Key::new("file").unwrap();
-        let items = [FileItem { item: 0, byte_len: LEN }];
-        let file = FileSpec { key: &key, byte_len: LEN, items: &items, framing: &NoFraming };
+        let items = Arc::new([FileItem { item: 0, byte_len: LEN }]);
+        let file = FileSpec { key: &key, byte_len: LEN, items, framing: Arc::new(NoFraming) };
         let lens = PartLens { part_bytes: 10, in_flight };
-        send(upload, &mut Parts::new(&file, data, 1), lens, &mut |_| (), &|_| ()).await
+        let data: Arc<dyn DataSource> = Arc::clone(data) as _;
+        send(upload, &mut Parts::new(&file, &data, 1), lens, &mut |_| (), &|_| ()).await
     }
 
     #[test]
@@ -483,7 +506,7 @@ mod tests {
 
     #[test]
     fn a_part_that_cannot_be_made_does_not_cut_off_the_one_on_its_way() {
-        let data = Counting { given: AtomicU64::new(0), good: 20 };
+        let data = Arc::new(Counting { given: AtomicU64::new(0), good: 20 });
         let mut upload = Slow::default();
         let error = block_on(sent(&mut upload, &data, 0)).unwrap_err();
         assert!(dcp_core::error::error_chain(&error).contains("is damaged"), "{error}");
@@ -513,16 +536,22 @@ mod tests {
         fn segment_bytes(&self) -> u64 {
             4
         }
+
+        fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+            None
+        }
     }
 
     #[test]
     fn as_many_segments_as_allowed_are_asked_for_at_once_and_taken_in_order() {
         for in_flight in [1, 3, 100] {
-            let data = Crowded::default();
+            let data = Arc::new(Crowded::default());
             let key = Key::new("file").unwrap();
             let items = [0, 18, 0, LEN - 18].map(|byte_len| FileItem { item: 0, byte_len });
-            let file = FileSpec { key: &key, byte_len: LEN, items: &items, framing: &NoFraming };
-            let whole = block_on(Parts::new(&file, &data, in_flight).next(u64::MAX)).unwrap();
+            let (items, framing) = (Arc::new(items), Arc::new(NoFraming));
+            let file = FileSpec { key: &key, byte_len: LEN, items, framing };
+            let source: Arc<dyn DataSource> = Arc::clone(&data) as _;
+            let whole = block_on(Parts::new(&file, &source, in_flight).next(u64::MAX)).unwrap();
             let expected: Vec<u8> = (0..18).chain(0..LEN as u8 - 18).collect();
             assert_eq!(whole.unwrap().to_bytes(), expected);
             assert_eq!(data.most.load(Ordering::Relaxed), in_flight.min(11) as u64);

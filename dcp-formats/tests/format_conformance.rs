@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use dcp_conformance::format::{BoxError, Sample, SampleTensor, Subject, trials};
 use dcp_conformance::run;
 use dcp_core::checkpoint::DataSource;
-use dcp_core::storage::PutMode;
+use dcp_core::storage::{OwnThreads, PutMode};
 use dcp_core::{CheckpointError, DType, HostMemory, Payload, Storage, Tensor, Value};
 use dcp_formats::dcp::{DcpFormat, DcpWriter};
 use dcp_formats::hf::HuggingFaceFormat;
@@ -94,6 +94,10 @@ impl DataSource for NoData {
 
     fn segment_bytes(&self) -> u64 {
         u64::MAX
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        None
     }
 }
 

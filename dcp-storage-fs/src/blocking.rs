@@ -1,11 +1,13 @@
 //! Runs file work on the runtime's blocking threads.
 
 use dcp_core::error::StorageOp;
+use dcp_core::storage::is_own_thread;
 use dcp_core::{Key, StorageError, StorageErrorKind};
 use tokio::runtime::Handle;
 use tokio::task::JoinError;
 
-/// Runs `work` on a blocking thread of the current runtime, or here where there is none.
+/// Runs `work` on a blocking thread of the current runtime; here where there is none, or where the
+/// caller lets this thread block.
 ///
 /// The future may be dropped; work that has begun continues, with everything it owns.
 pub(crate) async fn blocking<T, F>(
@@ -17,6 +19,9 @@ where
     T: Send + 'static,
     F: FnOnce() -> Result<T, StorageError> + Send + 'static,
 {
+    if is_own_thread() {
+        return work();
+    }
     match Handle::try_current() {
         Ok(runtime) => match runtime.spawn_blocking(work).await {
             Ok(outcome) => outcome,

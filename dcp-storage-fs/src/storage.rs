@@ -51,6 +51,7 @@ impl Storage for FsStorage {
         capabilities.versions = true;
         capabilities.durable = self.0.sync;
         capabilities.ranged_reads = true;
+        capabilities.blocking = true;
         // A page, which the system reads anyway. A larger gap is faster on spinning disks, but many
         // ranks that read their columns share one file server.
         capabilities.coalesce_gap = 4 << 10;

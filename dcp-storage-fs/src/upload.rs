@@ -1,7 +1,7 @@
 //! [`Upload`] to a temporary file.
 //!
-//! One thread at a time writes to it: Linux lets one writer into a file, and others would spend
-//! processor time on waiting. Where files are durable, another thread syncs what was written so far, so
+//! One thread of the runtime at a time writes to it: Linux lets one writer into a file, and others would
+//! spend processor time on waiting. Where files are durable, another thread syncs what was written so far, so
 //! that the disk is busy before the last part, too.
 
 use std::fs::File;
@@ -11,7 +11,7 @@ use std::task::{Poll, Waker};
 
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
-use dcp_core::storage::{ObjectMeta, PartFuture, PutMode, Upload};
+use dcp_core::storage::{ObjectMeta, PartFuture, PutMode, Upload, is_own_thread};
 use dcp_core::{Key, Payload, StorageError, StorageErrorKind};
 use tokio::runtime::Handle;
 
@@ -36,7 +36,7 @@ pub(crate) struct FsUpload {
     /// The place of the next part.
     byte_len: u64,
     parts: Arc<Parts>,
-    /// Held by the part that is being written.
+    /// Held by the part that a thread of the runtime writes.
     turn: Arc<Turn>,
 }
 
@@ -178,7 +178,9 @@ impl Upload for FsUpload {
         let mut part = Part::new(&self.parts);
         let (turn, is_durable) = (Arc::clone(&self.turn), self.shared.sync);
         Box::pin(async move {
-            let turn = turn.lock_owned().await;
+            // The system lets the writers of own threads in, of which there are few: no runtime has to
+            // wake them.
+            let turn = if is_own_thread() { None } else { Some(turn.lock_owned().await) };
             part.begin();
             let for_thread = key.clone();
             blocking(OP, Some(&key), move || {

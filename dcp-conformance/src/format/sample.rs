@@ -9,6 +9,7 @@ use dcp_core::checkpoint::DataSource;
 use dcp_core::dims::checked_volume;
 use dcp_core::metadata::{Entry, ObjectEntry, TensorEntry};
 use dcp_core::plan::{GlobalPlan, PlanKey, SavePlan, SelectedItem, TensorSpec};
+use dcp_core::storage::OwnThreads;
 use dcp_core::value::Dict;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, Dims, Payload, Region, StorageWriter, Value,
@@ -225,6 +226,10 @@ impl DataSource for Memory {
 
     fn segment_bytes(&self) -> u64 {
         u64::MAX
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        None
     }
 }
 

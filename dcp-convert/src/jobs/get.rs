@@ -240,7 +240,7 @@ impl FoundTensor {
         let header = npy_header(self.dtype, &self.slice.shape)?;
         options.start(self.byte_len());
         let (source, data) = self.data(options);
-        let file = target.headed(header, self.byte_len(), &data).await?;
+        let file = target.headed(header, self.byte_len(), Arc::new(data)).await?;
         file.publish(source).await?;
         let kind = npy_type(self.dtype);
         Ok((!kind.exact).then(|| {
@@ -301,7 +301,7 @@ impl FoundTensor {
         options.start(self.byte_len());
         let (source, data) = self.data(options);
         let tensor = (&self.fqn, self.dtype, &*self.slice.shape);
-        let file = target.tensor(tensor, &data).await?;
+        let file = target.tensor(tensor, Arc::new(data)).await?;
         file.publish(source).await?;
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Stored data as a [`DataSource`]. Data is read from the source checkpoint when it is written, so
 //! a checkpoint of any size needs little memory.
 
-use dcp_core::storage::StorageExt;
+use dcp_core::storage::{Lane, OwnThreads, StorageExt, is_own_thread, on_own_thread};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,9 +13,10 @@ use dcp_core::metadata::TensorEntry;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, Payload, PlanError, Region};
 use dcp_formats::CrcParts;
 use dcp_formats::torch_object::encode_object;
+use futures_util::future::{BoxFuture, join_all};
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
-use tracing::Instrument;
+use tracing::{Instrument, Span};
 
 use crate::error::ConvertError;
 use crate::integrity::checked_source::CheckedSource;
@@ -156,6 +157,9 @@ impl DataSource for CheckpointData {
         item: usize,
         byte_range: Range<u64>,
     ) -> Result<Payload, CheckpointError> {
+        if is_own_thread() {
+            return self.0.resolve(item, byte_range).await;
+        }
         let job = Arc::clone(&self.0);
         let reading = async move { job.resolve(item, byte_range).await };
         match Handle::try_current() {
@@ -169,6 +173,43 @@ impl DataSource for CheckpointData {
 
     fn segment_bytes(&self) -> u64 {
         self.0.segment_bytes
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        if !self.0.source.storage.capabilities().blocking {
+            return None;
+        }
+        Some(Arc::new(BlockingThreads(Handle::try_current().ok()?)))
+    }
+}
+
+/// Threads of a runtime that may block.
+#[derive(Debug)]
+struct BlockingThreads(Handle);
+
+impl OwnThreads for BlockingThreads {
+    /// Two on one core, so that the disk is busy; beyond the cores, lanes wait for each other.
+    fn count(&self) -> usize {
+        std::thread::available_parallelism().map_or(1, usize::from).max(2)
+    }
+
+    fn run(
+        &self,
+        count: usize,
+        lane: Arc<dyn Fn() -> Lane + Send + Sync>,
+    ) -> BoxFuture<'static, Result<(), CheckpointError>> {
+        let span = Span::current();
+        let lanes = (0..count).map(|_| {
+            let (runtime, span, lane) = (self.0.clone(), span.clone(), Arc::clone(&lane));
+            self.0.spawn_blocking(move || {
+                span.in_scope(|| on_own_thread(|| runtime.block_on(lane())));
+            })
+        });
+        let lanes = join_all(lanes.collect::<Vec<_>>());
+        Box::pin(async move {
+            let ended: Result<(), _> = lanes.await.into_iter().collect();
+            ended.map_err(CheckpointError::application)
+        })
     }
 }
 

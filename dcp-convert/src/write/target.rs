@@ -107,9 +107,9 @@ impl Target {
     pub(crate) async fn tensor(
         &self,
         tensor: (&Arc<str>, DType, &[u64]),
-        data: &CheckpointData,
+        data: Arc<CheckpointData>,
     ) -> Result<Unpublished<'_>, CheckpointError> {
-        let name = (&self.key, self.options(data));
+        let name = (&self.key, self.options(&data));
         prepare_tensor_file(&*self.storage, name, tensor, data).await.map(Unpublished)
     }
 
@@ -118,9 +118,9 @@ impl Target {
         &self,
         header: Bytes,
         byte_len: u64,
-        data: &CheckpointData,
+        data: Arc<CheckpointData>,
     ) -> Result<Unpublished<'_>, CheckpointError> {
-        let name = (&self.key, self.options(data));
+        let name = (&self.key, self.options(&data));
         prepare_headed_file(&*self.storage, name, header, byte_len, data).await.map(Unpublished)
     }
 }

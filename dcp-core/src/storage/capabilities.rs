@@ -28,6 +28,9 @@ pub struct Capabilities {
     pub ranged_reads: bool,
     /// Ranges with a gap below this many bytes are cheaper to read as one.
     pub coalesce_gap: u64,
+    /// Requests are system calls, which block a thread instead of waiting for an answer. They are made
+    /// on the caller's thread within [`on_own_thread`](super::on_own_thread).
+    pub blocking: bool,
     /// The number of requests to keep in flight.
     pub parallelism: u16,
     /// The sizes that writes may have.
@@ -49,6 +52,7 @@ impl Capabilities {
             complete_listing: false,
             ranged_reads: false,
             coalesce_gap: 0,
+            blocking: false,
             parallelism: 1,
             write_limits: WriteLimits::none(),
         }

@@ -42,7 +42,7 @@ pub async fn prepare_tensor_file<'a>(
     storage: &'a dyn Storage,
     (key, options): (&Key, FileOptions),
     (fqn, dtype, sizes): (&Arc<str>, DType, &[u64]),
-    data: &dyn DataSource,
+    data: Arc<dyn DataSource>,
 ) -> Result<PendingFile<'a>, CheckpointError> {
     let byte_len = encoded_len(fqn, dtype, sizes)?;
     let elements = TensorLayout::contiguous(dtype, sizes)?.byte_len();
@@ -51,10 +51,10 @@ pub async fn prepare_tensor_file<'a>(
     let job = FileJob {
         key: key.clone(),
         byte_len,
-        items: vec![FileItem { item: 0, byte_len: elements }],
-        framing: Archives { items, ..Archives::new(true, Compression::None) },
+        items: Arc::new([FileItem { item: 0, byte_len: elements }]),
+        framing: Arc::new(Archives { items, ..Archives::new(true, Compression::None) }),
     };
-    prepare_file(storage, job.spec(), options, data, None).await
+    prepare_file(storage, job.spec(), options, &data, None).await
 }
 
 /// A file of this rank.
@@ -62,8 +62,23 @@ pub async fn prepare_tensor_file<'a>(
 pub(super) struct FileJob {
     key: Key,
     byte_len: u64,
+    items: Arc<[FileItem]>,
+    framing: Arc<Archives>,
+}
+
+/// A file whose items are being collected.
+struct Draft {
+    key: Key,
+    byte_len: u64,
     items: Vec<FileItem>,
     framing: Archives,
+}
+
+impl Draft {
+    fn finish(self) -> FileJob {
+        let Self { key, byte_len, items, framing } = self;
+        FileJob { key, byte_len, items: items.into(), framing: Arc::new(framing) }
+    }
 }
 
 #[derive(Debug)]
@@ -108,16 +123,13 @@ impl FileJob {
         compression: Compression,
     ) -> Result<Vec<Self>, CheckpointError> {
         let encodings = compression.encodings();
-        let mut jobs: Vec<Self> = plan
-            .files
-            .iter()
-            .map(|key| Self {
-                key: key.clone(),
-                byte_len: 0,
-                items: Vec::new(),
-                framing: Archives::new(checksums, compression),
-            })
-            .collect();
+        let draft = |key: &Key| Draft {
+            key: key.clone(),
+            byte_len: 0,
+            items: Vec::new(),
+            framing: Archives::new(checksums, compression),
+        };
+        let mut drafts: Vec<Draft> = plan.files.iter().map(draft).collect();
         for order in &plan.orders {
             let placement = order.placement;
             let index = order.item as usize;
@@ -143,7 +155,7 @@ impl FileJob {
                     .to_owned();
                 return Err(misplaced(problem));
             }
-            let job = jobs
+            let job = drafts
                 .get_mut(placement.file.index())
                 .ok_or_else(|| misplaced("the plan does not have its file".to_owned()))?;
             if placement.byte_offset != job.byte_len || placement.byte_len != byte_len {
@@ -158,7 +170,7 @@ impl FileJob {
             let fqn = Arc::clone(&item.key.fqn);
             job.framing.items.push(Archive { fqn, tensor, byte_offset, byte_len });
         }
-        Ok(jobs)
+        Ok(drafts.into_iter().map(Draft::finish).collect())
     }
 
     pub(super) fn key(&self) -> &Key {
@@ -193,15 +205,15 @@ impl FileJob {
         FileSpec {
             key: &self.key,
             byte_len: self.framing.byte_len_max(self.byte_len),
-            items: &self.items,
-            framing: &self.framing,
+            items: Arc::clone(&self.items),
+            framing: Arc::clone(&self.framing) as _,
         }
     }
 
     pub(super) async fn write(
         &self,
         storage: &dyn Storage,
-        data: &dyn DataSource,
+        data: &Arc<dyn DataSource>,
         options: FileOptions,
         progress: Option<&ByteProgress>,
     ) -> Result<u64, CheckpointError> {

@@ -114,7 +114,7 @@ impl DcpWriter {
     async fn write_one(
         &self,
         job: &FileJob,
-        data: &dyn DataSource,
+        data: &Arc<dyn DataSource>,
         options: FileOptions,
     ) -> Result<(Key, u64, Duration), CheckpointError> {
         let started = Instant::now();
@@ -353,7 +353,7 @@ impl StorageWriter for DcpWriter {
         let data = stop.guard(data);
         let at_once = jobs.len().min(parallelism).max(1) as u64;
         let options = FileOptions::new(PutMode::Create).with_upload_bytes(in_flight / at_once);
-        let writes = jobs.iter().map(|job| self.write_one(job, &*data, options.clone()));
+        let writes = jobs.iter().map(|job| self.write_one(job, &data, options.clone()));
         let mut written = stop.run(writes, parallelism).await?;
         written.sort_unstable();
         let durations = written.iter().map(|(key, _, time)| (key.clone(), *time)).collect();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_core::checkpoint::DataSource;
 use dcp_core::metadata::Entry;
-use dcp_core::storage::StorageExt as _;
+use dcp_core::storage::{OwnThreads, StorageExt as _};
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Dims, FormatError, Key, Payload, PlanError, Region,
     Storage,
@@ -133,6 +133,10 @@ impl DataSource for StoredTensors {
 
     fn segment_bytes(&self) -> u64 {
         SEGMENT_BYTES
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        None
     }
 }
 

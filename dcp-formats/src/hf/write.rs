@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::DataSource;
-use dcp_core::storage::PutMode;
+use dcp_core::storage::{OwnThreads, PutMode};
 use dcp_core::{CheckpointError, Key, Payload, PlanError, Storage, StorageError};
 use futures_util::{StreamExt as _, stream};
 use indexmap::IndexMap;
@@ -363,5 +363,9 @@ impl DataSource for OneFile {
 
     fn segment_bytes(&self) -> u64 {
         self.data.segment_bytes()
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        self.data.own_threads()
     }
 }

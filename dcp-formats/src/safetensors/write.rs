@@ -29,9 +29,9 @@ pub async fn write(
     data: Arc<dyn DataSource>,
     progress: Option<&ByteProgress>,
 ) -> Result<EncodedHeader, CheckpointError> {
-    let (encoded, file_items, framing) = frame(items, metadata)?;
-    let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };
-    write_file(storage, spec, &*data, FileOptions::new(PutMode::Create), progress).await?;
+    let (encoded, items, framing) = frame(items, metadata)?;
+    let spec = FileSpec { key, byte_len: encoded.byte_len, items, framing };
+    write_file(storage, spec, &data, FileOptions::new(PutMode::Create), progress).await?;
     Ok(encoded)
 }
 
@@ -48,9 +48,9 @@ pub async fn prepare<'a>(
     data: Arc<dyn DataSource>,
     progress: Option<&ByteProgress>,
 ) -> Result<PendingFile<'a>, CheckpointError> {
-    let (encoded, file_items, framing) = frame(items, metadata)?;
-    let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };
-    prepare_file(storage, spec, options, &*data, progress).await
+    let (encoded, items, framing) = frame(items, metadata)?;
+    let spec = FileSpec { key, byte_len: encoded.byte_len, items, framing };
+    prepare_file(storage, spec, options, &data, progress).await
 }
 
 /// Uploads such a file without its name, and computes its CRC-32; `options` say whether an existing
@@ -63,16 +63,18 @@ pub(crate) async fn send(
     data: Arc<dyn DataSource>,
     progress: Option<&ByteProgress>,
 ) -> Result<SentFile, CheckpointError> {
-    let (encoded, file_items, framing) = frame(items, metadata)?;
-    let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };
-    send_file(storage, spec, &*data, Sending { options, hashed: true }, progress).await
+    let (encoded, items, framing) = frame(items, metadata)?;
+    let spec = FileSpec { key, byte_len: encoded.byte_len, items, framing };
+    send_file(storage, spec, &data, Sending { options, hashed: true }, progress).await
 }
+
+type Framed = (EncodedHeader, Arc<[FileItem]>, Arc<Image>);
 
 /// The header, the items in file order, and the bytes around them.
 fn frame(
     items: &[SafetensorsItem],
     metadata: &IndexMap<String, String>,
-) -> Result<(EncodedHeader, Vec<FileItem>, Image), FormatError> {
+) -> Result<Framed, FormatError> {
     let encoded = encode_header(items, metadata)?;
     let mut file_items = vec![FileItem { item: 0, byte_len: 0 }];
     let mut names = vec![Arc::from("")];
@@ -84,7 +86,7 @@ fn frame(
         names.push(Arc::clone(&item.name));
     }
     let framing = Image { header: encoded.bytes.clone(), names };
-    Ok((encoded, file_items, framing))
+    Ok((encoded, file_items.into(), Arc::new(framing)))
 }
 
 /// The header precedes an empty first item; nothing separates tensors.

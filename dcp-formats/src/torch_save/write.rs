@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::DataSource;
 use dcp_core::path::StatePath;
-use dcp_core::storage::PutMode;
+use dcp_core::storage::{OwnThreads, PutMode};
 use dcp_core::{
     CheckpointError, DType, Dims, FormatError, Key, Payload, PlanError, Storage, Value,
 };
@@ -260,11 +260,11 @@ impl TorchSavePlan {
         let spec = FileSpec {
             key: &self.key,
             byte_len: self.byte_len,
-            items: &items,
-            framing: &self.image,
+            items: items.into(),
+            framing: Arc::new(self.image),
         };
         let contents = self.storages.iter().map(|storage| storage.content.clone()).collect();
-        let data = Contents { data, contents };
+        let data: Arc<dyn DataSource> = Arc::new(Contents { data, contents });
         prepare_file(storage, spec, options, &data, progress).await
     }
 }
@@ -412,5 +412,9 @@ impl DataSource for Contents {
 
     fn segment_bytes(&self) -> u64 {
         self.data.segment_bytes()
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        self.data.own_threads()
     }
 }

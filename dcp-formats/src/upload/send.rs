@@ -50,7 +50,7 @@ impl InFlight {
 /// Uploads all parts, several at a time, and fills the next one meanwhile.
 pub(super) async fn send(
     upload: &mut dyn Upload,
-    parts: &mut Parts<'_>,
+    parts: &mut Parts,
     lens: PartLens,
     sending_part: &mut (dyn FnMut(&Payload) + Send),
     report: &(dyn Fn(u64) + Send + Sync),
@@ -69,7 +69,7 @@ pub(super) async fn send(
 
 async fn send_all(
     upload: &mut dyn Upload,
-    parts: &mut Parts<'_>,
+    parts: &mut Parts,
     lens: PartLens,
     sending_part: &mut (dyn FnMut(&Payload) + Send),
     in_flight: &mut InFlight,

@@ -14,6 +14,7 @@ use dcp_core::plan::{
     WritePlan,
 };
 use dcp_core::save_run::SaveRun;
+use dcp_core::storage::OwnThreads;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, Payload, Region, Storage, StorageReader as _,
     StorageWriter as _, Tensor, TensorView, Value,
@@ -284,6 +285,10 @@ impl DataSource for Source {
 
     fn segment_bytes(&self) -> u64 {
         self.segment
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        None
     }
 }
 

@@ -12,6 +12,7 @@ use dcp_convert::{JobOptions, Source, find};
 use dcp_core::checkpoint::DataSource;
 use dcp_core::error::error_chain;
 use dcp_core::path::PathItem;
+use dcp_core::storage::OwnThreads;
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointError, DType, Key, Payload, Storage, Value};
 use dcp_formats::torch_save::{TorchSaveContent, TorchSaveItem, TorchSaveOptions, write};
@@ -207,6 +208,10 @@ impl DataSource for Data {
 
     fn segment_bytes(&self) -> u64 {
         u64::MAX
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        None
     }
 }
 

@@ -366,6 +366,10 @@ impl dcp_core::checkpoint::DataSource for Nothing {
     fn segment_bytes(&self) -> u64 {
         1
     }
+
+    fn own_threads(&self) -> Option<Arc<dyn dcp_core::storage::OwnThreads>> {
+        None
+    }
 }
 
 #[test]

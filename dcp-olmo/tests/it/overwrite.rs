@@ -9,7 +9,7 @@ use dcp_conformance::{Fault, FaultStorage};
 use dcp_convert::{JobOptions, Source};
 use dcp_core::checkpoint::DataSource;
 use dcp_core::path::PathItem;
-use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::storage::{OwnThreads, PutMode, StorageExt};
 use dcp_core::{CheckpointError, DType, Payload, Storage, StorageErrorKind};
 use dcp_formats::torch_save::{TorchSaveContent, TorchSaveItem, TorchSaveOptions, TorchSavePlan};
 use dcp_olmo::{UnshardFormat, UnshardOptions, UnshardStrategy, unshard_checkpoint};
@@ -160,6 +160,10 @@ impl DataSource for Zeros {
 
     fn segment_bytes(&self) -> u64 {
         u64::MAX
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        None
     }
 }
 

@@ -9,6 +9,7 @@ use dcp::core::StorageReader;
 use dcp::core::checkpoint::DataSource;
 use dcp::core::metadata::{Encoding, Entry, Layout, Placement};
 use dcp::core::registry::Access;
+use dcp::core::storage::OwnThreads;
 use dcp::core::{CheckpointError, Key, Payload, PlanError};
 use dcp::engine::Loader;
 use dcp::formats::torch_save::{
@@ -97,5 +98,9 @@ impl DataSource for Tensors {
 
     fn segment_bytes(&self) -> u64 {
         u64::MAX
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        None
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
 use dcp_core::checkpoint::DataSource;
+use dcp_core::storage::OwnThreads;
 use dcp_core::{CheckpointError, DType, Payload, PlanError, Storage, StorageErrorKind};
 use dcp_formats::hf::{
     CONFIG_ASIDE, HfLayout, HfPart, HfPlan, HfReader, HfWriteOptions, HfWritten, IndexFile,
@@ -214,6 +215,10 @@ impl DataSource for Broken {
 
     fn segment_bytes(&self) -> u64 {
         self.inner.segment_bytes()
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        None
     }
 }
 

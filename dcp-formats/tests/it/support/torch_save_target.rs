@@ -13,7 +13,7 @@ use dcp_conformance::MemoryStorage;
 use dcp_core::checkpoint::{DataSink, DataSource};
 use dcp_core::metadata::Entry;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
-use dcp_core::storage::PutMode;
+use dcp_core::storage::{OwnThreads, PutMode};
 use dcp_core::{
     CheckpointError, Key, Payload, Region, Storage, StorageReader, Tensor, TensorView, Value,
 };
@@ -122,5 +122,9 @@ impl DataSource for NoData {
 
     fn segment_bytes(&self) -> u64 {
         u64::MAX
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        None
     }
 }

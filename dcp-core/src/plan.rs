@@ -6,7 +6,7 @@
 //! each item ([`GlobalPlan`]). A [`StorageWriter`](crate::StorageWriter) assigns a placement to
 //! every selected item and a [`WritePlan`] to each rank. Plans contain no data, files or clocks.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::sync::Arc;
 
@@ -250,6 +250,25 @@ impl SavePlan {
     #[must_use]
     pub fn shares_keys_with(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.outline.keys, &other.outline.keys)
+    }
+
+    /// The positions of plans that share all memory, as equal plans do after
+    /// [`from_answers`](Self::from_answers): a list for each such plan, in the order of the first
+    /// positions. Positions in different lists do not mean that the plans differ.
+    #[must_use]
+    pub fn group_shared(plans: &[Self]) -> Vec<Vec<usize>> {
+        let mut groups: Vec<Vec<usize>> = Vec::new();
+        let mut known = HashMap::new();
+        for (position, plan) in plans.iter().enumerate() {
+            let Self { outline, values, unoffered } = plan;
+            let memory = (Arc::as_ptr(outline), Arc::as_ptr(values), Arc::as_ptr(unoffered));
+            let group = *known.entry(memory).or_insert(groups.len());
+            match groups.get_mut(group) {
+                Some(group) => group.push(position),
+                None => groups.push(vec![position]),
+            }
+        }
+        groups
     }
 
     /// What the rank holds and the plan does not offer, known after the comparison with the state.

@@ -1,7 +1,8 @@
 //! The Rust half of `cargo xtask bench plan`: one measurement per run, printed as a line of JSON.
 //!
 //! - `make-plans LAYOUT RANKS KEYS FILE`: the messages of all ranks of a first save, in one file.
-//! - `plan FILE`: what the coordinator computes, from those messages to the validated global plan.
+//! - `plan FILE`: what the coordinator computes, from those messages to the validated global plan. The
+//!   functions are those of `dcp-engine/src/save/coordinator.rs`, and equal plans are sent once.
 //! - `bytes LAYOUT RANKS KEYS`: the bytes of the messages of a first save, also those of whole plans.
 //! - `make-metadata LAYOUT RANKS KEYS FILE`: the `.metadata` of that save.
 //! - `decode FILE`: its index; `decode-one FILE`: one tensor of it; `encode FILE`: the reverse.

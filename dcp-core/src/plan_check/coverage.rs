@@ -119,11 +119,15 @@ pub(super) fn check(
     }
     let all_whole = stored.iter().all(|stored| matches!(stored, Stored::Whole));
     let mut lookup = Lookup { plan, stored, all_whole, planner, pairs: MAX_PAIRS };
-    let mut ids = Vec::new();
-    for (rank, local) in locals.iter().enumerate() {
-        let before = rank.checked_sub(1).and_then(|before| locals.get(before));
+    let mut names = Names::default();
+    let mut before: Option<&SavePlan> = None;
+    // What is stored of a plan is stored of the same plan of other ranks.
+    for ranks in SavePlan::group_shared(locals) {
+        let first = ranks.first().and_then(|rank| Some((*rank, locals.get(*rank)?)));
+        let Some((rank, local)) = first else { continue };
         let same_keys = before.is_some_and(|before| before.shares_keys_with(local));
-        lookup.rank(rank, local, same_keys, &mut ids)?;
+        lookup.rank(rank, local, same_keys, &mut names)?;
+        before = Some(local);
     }
     Ok(())
 }
@@ -149,6 +153,13 @@ enum Stored<'a> {
     Part { exact: HashSet<Row<'a>>, rows: Vec<Row<'a>> },
 }
 
+/// The positions of a rank's names in the index.
+#[derive(Default)]
+struct Names {
+    ids: Vec<Option<usize>>,
+    all_known: bool,
+}
+
 /// Looks up what ranks hold in the index.
 struct Lookup<'a> {
     plan: &'a GlobalPlan,
@@ -159,16 +170,17 @@ struct Lookup<'a> {
 }
 
 impl<'a> Lookup<'a> {
-    /// `ids` are the positions of the previous rank's names; most ranks have the same names in the
-    /// same order, or with `same_keys` one table of them.
+    /// `names` are those of the previous rank; most ranks have the same names in the same order, or
+    /// with `same_keys` one table of them.
     fn rank(
         &mut self,
         rank: usize,
         local: &'a SavePlan,
         same_keys: bool,
-        ids: &mut Vec<Option<usize>>,
+        names: &mut Names,
     ) -> Result<(), PlanError> {
         let metadata = &self.plan.metadata;
+        let Names { ids, all_known } = names;
         ids.truncate(local.keys().len());
         let keys = if same_keys { &[] } else { local.keys() };
         for (position, key) in keys.iter().enumerate() {
@@ -184,8 +196,11 @@ impl<'a> Lookup<'a> {
                 None => ids.push(id),
             }
         }
+        if !same_keys {
+            *all_known = ids.iter().all(Option::is_some);
+        }
         // Items of tensors that are stored whole need no look-up.
-        let all_there = self.all_whole && ids.iter().all(Option::is_some);
+        let all_there = self.all_whole && *all_known;
         for item in local.items().take(if all_there { 0 } else { usize::MAX }) {
             let row = (item.offsets, item.sizes);
             let id = ids.get(item.key_index).copied().flatten();

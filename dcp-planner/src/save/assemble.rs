@@ -7,43 +7,45 @@ use dcp_core::metadata::{Entry, ObjectEntry, TensorEntry};
 use dcp_core::plan::{GlobalPlan, SelectedItem};
 use dcp_core::{CheckpointMetadata, Dims, PlanError};
 
+use super::dedup::Writer;
 use super::merge::{Merged, MergedKey, none_of};
 use crate::validate::check_chunks;
 
 const NONE: u32 = u32::MAX;
 
-/// The plan in which `writers`, rows of every name, are written.
+/// The plan in which `writers` write the chunks of every name.
 pub(super) fn assemble(
     merged: &Merged<'_>,
-    mut writers: Vec<Vec<u32>>,
+    mut writers: Vec<Vec<Writer>>,
     validate: bool,
 ) -> Result<GlobalPlan, PlanError> {
-    // Rows are numbered in the order of ranks and items, which is the order of chunks.
-    writers.iter_mut().for_each(|rows| rows.sort_unstable());
+    for writers in &mut writers {
+        writers.sort_unstable_by_key(Writer::position);
+    }
     let mut order: Vec<usize> = (0..merged.keys.len()).collect();
     // Entries without a writer come last.
     order.sort_by_key(|at| match writers[*at].first() {
-        Some(row) => (false, Some(merged.keys[*at].origin(*row))),
+        Some(first) => (false, Some((first.rank, merged.keys[*at].origin(first.row).item))),
         None => (true, None),
     });
-    let several = merged.lens.len() > 1;
+    let several = merged.world_size > 1;
     let mut errors = Vec::new();
     let mut metadata = CheckpointMetadata::new();
     let mut entries = vec![NONE; merged.keys.len()];
     // The last valid entry of a shape; most tensors of one shape are divided alike.
     let mut valid: HashMap<&Dims, usize> = HashMap::new();
     for at in order {
-        let (key, rows) = (&merged.keys[at], &writers[at]);
-        let Some(entry) = entry(key, rows)? else { continue };
+        let (key, writers) = (&merged.keys[at], &writers[at]);
+        let Some(entry) = entry(key, writers)? else { continue };
         if let (true, Entry::Tensor(tensor)) = (validate, &entry) {
             let before = valid.get(&tensor.shape).and_then(|before| metadata.at(*before));
             let before = before.and_then(|(_, entry)| entry.as_tensor());
             if !before.is_some_and(|before| before.chunks.has_regions_of(&tensor.chunks)) {
-                let rank = |chunk: usize| rows.get(chunk).map(|row| key.origin(*row).rank);
+                let rank = |chunk: usize| writers.get(chunk).map(|writer| writer.rank);
                 check_chunks(key.fqn, &tensor.shape, &tensor.chunks, several, rank, &mut errors);
             }
         }
-        let is_stored = !rows.is_empty() || has_no_elements(key);
+        let is_stored = !writers.is_empty() || has_no_elements(key);
         if is_stored {
             let number = metadata.insert(Arc::clone(key.fqn), entry);
             entries[at] = number as u32;
@@ -63,16 +65,16 @@ fn has_no_elements(key: &MergedKey<'_>) -> bool {
 }
 
 /// The entry of a name; `None` for an object that no rank has.
-fn entry(key: &MergedKey<'_>, rows: &[u32]) -> Result<Option<Entry>, PlanError> {
+fn entry(key: &MergedKey<'_>, writers: &[Writer]) -> Result<Option<Entry>, PlanError> {
     let Some(spec) = key.spec else {
         let mut object = ObjectEntry::new(None);
         object.path = key.path.cloned();
-        return Ok((!rows.is_empty()).then_some(Entry::Object(object)));
+        return Ok((!writers.is_empty()).then_some(Entry::Object(object)));
     };
     let mut tensor = TensorEntry::new(spec.dtype, spec.shape.clone());
     tensor.path = key.path.cloned();
-    for row in rows {
-        let (offsets, sizes) = key.row(*row);
+    for writer in writers {
+        let (offsets, sizes) = key.row(writer.row);
         tensor
             .chunks
             .push(offsets, sizes, None)
@@ -81,32 +83,51 @@ fn entry(key: &MergedKey<'_>, rows: &[u32]) -> Result<Option<Entry>, PlanError> 
     Ok(Some(Entry::Tensor(tensor)))
 }
 
-/// Goes through all items once more, with a finger in the written rows of every name.
-fn select(merged: &Merged<'_>, writers: &[Vec<u32>], entries: &[u32]) -> Vec<Vec<SelectedItem>> {
+/// Goes through the items of all offers once more, with a finger in the rows of every name.
+fn select(merged: &Merged<'_>, writers: &[Vec<Writer>], entries: &[u32]) -> Vec<Vec<SelectedItem>> {
     struct Finger {
         row: u32,
-        chunk: u32,
+        /// How many chunks are written by rows before it.
+        written: u32,
         next: u32,
     }
-    let next = |at: usize, chunk: u32| writers[at].get(chunk as usize).copied().unwrap_or(NONE);
-    let mut fingers: Vec<Finger> =
-        (0..writers.len()).map(|at| Finger { row: 0, chunk: 0, next: next(at, 0) }).collect();
+    let replicated = merged.offers.len() < merged.world_size;
+    let orders: Vec<Vec<u32>> =
+        if replicated { writers.iter().map(|of| by_row(of)).collect() } else { Vec::new() };
+    let chunk_after = |at: usize, written: u32| {
+        let order = orders.get(at).and_then(|order| order.get(written as usize));
+        order.copied().unwrap_or(written)
+    };
+    let next = |at: usize, chunk: u32| writers[at].get(chunk as usize).map_or(NONE, |of| of.row);
+    let start = |at| Finger { row: 0, written: 0, next: next(at, chunk_after(at, 0)) };
+    let mut fingers: Vec<Finger> = (0..writers.len()).map(start).collect();
+    let mut selections = vec![Vec::new(); merged.world_size];
     let mut rest = merged.item_keys.as_slice();
-    let of_rank = |len: &usize| {
-        let (mine, others) = rest.split_at(*len);
+    for offer in &merged.offers {
+        let (mine, others) = rest.split_at(offer.len);
         rest = others;
-        let mut selected = Vec::new();
-        for (item, at) in mine.iter().enumerate() {
-            let finger = &mut fingers[*at as usize];
+        for (item, key) in (0..).zip(mine) {
+            let at = *key as usize;
+            let finger = &mut fingers[at];
             if finger.row == finger.next {
-                let (entry, chunk) = (entries[*at as usize], finger.chunk);
-                selected.push(SelectedItem { item: item as u32, entry, chunk });
-                finger.chunk += 1;
-                finger.next = next(*at as usize, finger.chunk);
+                let chunk = chunk_after(at, finger.written);
+                let Writer { rank, .. } = writers[at][chunk as usize];
+                selections[rank as usize].push(SelectedItem { item, entry: entries[at], chunk });
+                finger.written += 1;
+                finger.next = next(at, chunk_after(at, finger.written));
             }
             finger.row += 1;
         }
-        selected
-    };
-    merged.lens.iter().map(of_rank).collect()
+    }
+    selections
+}
+
+/// The chunks in the order of the rows that are written; empty where that is their own order.
+fn by_row(writers: &[Writer]) -> Vec<u32> {
+    if writers.is_sorted_by_key(|writer| writer.row) {
+        return Vec::new();
+    }
+    let mut order: Vec<u32> = (0..writers.len() as u32).collect();
+    order.sort_unstable_by_key(|chunk| writers[*chunk as usize].row);
+    order
 }

@@ -1,10 +1,12 @@
 //! All ranks' offers as one table of distinct chunks and the ranks that have them.
 //!
 //! With thousands of ranks the offers are far larger than any cache, so they are gone through
-//! once, rank by rank, and copied apart by name; everything else works on one name at a time.
+//! once, offer by offer, and copied apart by name; everything else works on one name at a time.
 //! Ranks mostly list the same names in the same order, so most names are found without hashing.
+//! Replicas whose plans share their memory are one offer, which is gone through once for all of them.
 
 use std::collections::HashMap;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use dcp_core::dims::checked_volume;
@@ -15,24 +17,34 @@ use dcp_core::{Dims, PlanError, Rank};
 
 use crate::validate::shown;
 
-/// An item of a rank's offer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+/// An item of an offer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Origin {
-    pub(super) rank: Rank,
+    pub(super) offer: u32,
     pub(super) item: u32,
+}
+
+/// A plan, and the ranks that have it.
+pub(super) struct Offer {
+    pub(super) lowest: Rank,
+    /// All others, ascending.
+    pub(super) others: Box<[Rank]>,
+    /// The number of items.
+    pub(super) len: usize,
 }
 
 /// All offers, by name.
 pub(super) struct Merged<'a> {
-    /// Items of each rank.
-    pub(super) lens: Vec<usize>,
-    /// The name of every item, rank by rank.
+    pub(super) world_size: usize,
+    /// In the order of their lowest ranks.
+    pub(super) offers: Vec<Offer>,
+    /// The name of every item, offer by offer.
     pub(super) item_keys: Vec<u32>,
     /// The names, in the order of first appearance.
     pub(super) keys: Vec<MergedKey<'a>>,
 }
 
-/// A name and all that is offered under it: rows in the order of ranks and their items.
+/// A name and all that is offered under it: rows in the order of offers and their items.
 pub(super) struct MergedKey<'a> {
     pub(super) fqn: &'a Arc<str>,
     /// The path on the lowest rank that has one.
@@ -45,8 +57,14 @@ pub(super) struct MergedKey<'a> {
     /// Offsets and sizes of each row; the number of bytes for an object.
     numbers: Vec<u64>,
     origins: Vec<Origin>,
+    division: Rc<Division>,
+}
+
+/// The chunks of a tensor and their owners. Tensors that are divided alike have one.
+#[derive(Default)]
+struct Division {
     /// Distinct chunks, by place.
-    pub(super) chunks: Vec<Chunk>,
+    chunks: Vec<Chunk>,
     /// Rows of the owners of the chunks.
     owners: Vec<u32>,
 }
@@ -63,37 +81,54 @@ fn too_large(what: &str, limit: u64) -> PlanError {
     PlanError::TooLarge { what: what.to_owned(), limit }
 }
 
-/// Merges offers, given in rank order.
+/// The offers of plans, given in rank order, each with its plan.
+fn offers(locals: &[SavePlan]) -> Result<Vec<(Offer, &SavePlan)>, PlanError> {
+    if Rank::try_from(locals.len()).is_err() {
+        return Err(too_large("the number of ranks", Rank::MAX.into()));
+    }
+    let offer = |positions: Vec<usize>| {
+        // Positions are less than the number of ranks, which fits.
+        let mut ranks = positions.into_iter().map(|position| position as Rank);
+        let lowest = ranks.next()?;
+        let plan = locals.get(lowest as usize)?;
+        Some((Offer { lowest, others: ranks.collect(), len: plan.len() }, plan))
+    };
+    Ok(SavePlan::group_shared(locals).into_iter().filter_map(offer).collect())
+}
+
+/// Merges plans, given in rank order.
 pub(super) fn merge(locals: &[SavePlan]) -> Result<Merged<'_>, PlanError> {
-    let total = locals.iter().try_fold(0_usize, |sum, local| sum.checked_add(local.len()));
+    let (offers, plans): (Vec<Offer>, Vec<&SavePlan>) = offers(locals)?.into_iter().unzip();
+    let total = offers.iter().try_fold(0_usize, |sum, offer| sum.checked_add(offer.len));
     let Some(total) = total.filter(|total| u32::try_from(*total).is_ok()) else {
-        return Err(too_large("the number of items in one save", u32::MAX.into()));
+        return Err(too_large("the number of different items in one save", u32::MAX.into()));
     };
     let mut merged = Merged {
-        lens: locals.iter().map(SavePlan::len).collect(),
+        world_size: locals.len(),
+        offers,
         item_keys: Vec::with_capacity(total),
         keys: Vec::new(),
     };
     let mut errors = Vec::new();
     let mut numbers = HashMap::new();
     let mut ids = Vec::new();
-    for (rank, local) in locals.iter().enumerate() {
-        let rank =
-            Rank::try_from(rank).map_err(|_| too_large("the number of ranks", u32::MAX.into()))?;
+    let mut before: Option<&SavePlan> = None;
+    for (offer, plan) in (0..).zip(plans) {
         // The numbers of the same table of keys are the same.
-        let before = rank.checked_sub(1).and_then(|before| locals.get(before as usize));
-        if !before.is_some_and(|before| before.shares_keys_with(local)) {
-            merged.intern(rank, local, &mut ids, &mut numbers, &mut errors)?;
+        if !before.is_some_and(|before| before.shares_keys_with(plan)) {
+            let rank = lowest_rank(&merged.offers, offer);
+            merged.intern(rank, plan, &mut ids, &mut numbers, &mut errors)?;
         }
-        for item in 0..local.len() {
-            let found = local.item(item);
+        before = Some(plan);
+        for item in 0..plan.len() {
+            let found = plan.item(item);
             let found = found.and_then(|found| Some((*ids.get(found.key_index)?, found)));
             let Some((id, found)) = found else {
                 return Err(too_large("the length of an item in bytes", u64::MAX));
             };
             merged.item_keys.push(id);
             // Fewer than the total, which fits.
-            merged.keys[id as usize].push(&found, Origin { rank, item: item as u32 });
+            merged.keys[id as usize].push(&found, Origin { offer, item: item as u32 });
         }
     }
     // Rows of contradictory descriptions cannot be compared.
@@ -106,9 +141,12 @@ pub(super) fn merge(locals: &[SavePlan]) -> Result<Merged<'_>, PlanError> {
         let before = key.spec.and_then(|spec| before.insert(&spec.shape, at));
         match before.and_then(|before| found.get(before)) {
             Some(before) if key.is_divided_like(before) => {
-                (key.chunks, key.owners) = (before.chunks.clone(), before.owners.clone());
+                key.division = Rc::clone(&before.division);
             }
-            _ => errors.extend(key.find_chunks().err()),
+            _ => match key.divide(&merged.offers) {
+                Ok(division) => key.division = Rc::new(division),
+                Err(error) => errors.push(error),
+            },
         }
     }
     none_of(errors)?;
@@ -125,6 +163,11 @@ pub(super) fn none_of(mut errors: Vec<PlanError>) -> Result<(), PlanError> {
 }
 
 impl<'a> Merged<'a> {
+    /// Whose item a row of a name is.
+    pub(super) fn offer(&self, key: &MergedKey<'_>, row: u32) -> &Offer {
+        &self.offers[key.origin(row).offer as usize]
+    }
+
     /// Makes `ids` the numbers of a rank's names; before, they are those of the rank before it.
     fn intern(
         &mut self,
@@ -172,8 +215,7 @@ impl<'a> MergedKey<'a> {
             contradicted: false,
             numbers: Vec::new(),
             origins: Vec::new(),
-            chunks: Vec::new(),
-            owners: Vec::new(),
+            division: Rc::default(),
         }
     }
 
@@ -239,36 +281,46 @@ impl<'a> MergedKey<'a> {
         }
     }
 
-    /// The rows of the ranks that have a chunk, lowest rank first; at least one.
-    pub(super) fn owners_of(&self, chunk: &Chunk) -> &[u32] {
-        &self.owners[chunk.first_owner as usize..chunk.end_owner as usize]
+    /// Distinct chunks, by place.
+    pub(super) fn chunks(&self) -> &[Chunk] {
+        &self.division.chunks
     }
 
-    /// Whether the rows are the same parts of a tensor of the same dtype and shape, on the same ranks.
+    /// The rows of the offers that have a chunk, first offer first; at least one.
+    pub(super) fn owners_of(&self, chunk: &Chunk) -> &[u32] {
+        &self.division.owners[chunk.first_owner as usize..chunk.end_owner as usize]
+    }
+
+    /// Whether the rows are the same parts of a tensor of the same dtype and shape, of the same offers.
     fn is_divided_like(&self, other: &Self) -> bool {
-        let is_of_one_rank = |(mine, other): (&Origin, &Origin)| mine.rank == other.rank;
+        let is_of_one_offer = |(mine, other): (&Origin, &Origin)| mine.offer == other.offer;
         self.spec == other.spec
             && self.numbers == other.numbers
             && self.origins.len() == other.origins.len()
-            && self.origins.iter().zip(&other.origins).all(is_of_one_rank)
+            && self.origins.iter().zip(&other.origins).all(is_of_one_offer)
     }
 
-    fn find_chunks(&mut self) -> Result<(), PlanError> {
+    fn divide(&self, offers: &[Offer]) -> Result<Division, PlanError> {
         let mut rows: Vec<u32> = (0..self.origins.len() as u32).collect();
-        // Stable, so that the ranks at each place stay in order; and linear for the usual
+        // Stable, so that the offers at each place stay in order; and linear for the usual
         // layouts, which are sorted already.
         rows.sort_by(|a, b| self.row(*a).0.cmp(self.row(*b).0));
-        let mut owners = Vec::with_capacity(rows.len());
-        let mut chunks = Vec::new();
+        let mut division = Division::default();
+        division.owners.reserve(rows.len());
         for place in rows.chunk_by(|a, b| self.row(*a).0 == self.row(*b).0) {
-            chunks.extend(self.find_chunk(place, &mut owners)?);
+            let chunk = self.find_chunk(place, &mut division.owners, offers)?;
+            division.chunks.extend(chunk);
         }
-        (self.chunks, self.owners) = (chunks, owners);
-        Ok(())
+        Ok(division)
     }
 
     /// The one chunk that begins at a place.
-    fn find_chunk(&self, place: &[u32], owners: &mut Vec<u32>) -> Result<Option<Chunk>, PlanError> {
+    fn find_chunk(
+        &self,
+        place: &[u32],
+        owners: &mut Vec<u32>,
+        offers: &[Offer],
+    ) -> Result<Option<Chunk>, PlanError> {
         let holds_elements = |row: &&u32| !self.row(**row).1.contains(&0);
         // Of empty chunks the one of the smallest sizes, so that the order of ranks is irrelevant.
         let emptiest = || place.iter().min_by_key(|row| self.row(**row).1);
@@ -276,13 +328,13 @@ impl<'a> MergedKey<'a> {
             return Ok(None);
         };
         let first_owner = owners.len() as u32;
-        let mut last_rank = None;
+        let mut last_offer = None;
         for row in place {
             if self.row(*row).1 == self.row(lead).1 {
-                let rank = self.origin(*row).rank;
-                if last_rank != Some(rank) {
+                let offer = self.origin(*row).offer;
+                if last_offer != Some(offer) {
                     owners.push(*row);
-                    last_rank = Some(rank);
+                    last_offer = Some(offer);
                 }
             } else if holds_elements(&row) {
                 let words = |row: u32| {
@@ -292,15 +344,19 @@ impl<'a> MergedKey<'a> {
                 return Err(PlanError::Disagreement {
                     fqn: self.fqn.to_string(),
                     left: words(lead),
-                    left_rank: self.origin(lead).rank,
+                    left_rank: lowest_rank(offers, self.origin(lead).offer),
                     right: words(*row),
-                    right_rank: self.origin(*row).rank,
+                    right_rank: lowest_rank(offers, self.origin(*row).offer),
                 });
             }
         }
         let end_owner = owners.len() as u32;
         Ok(Some(Chunk { first_owner, end_owner, byte_len: self.byte_len(lead) }))
     }
+}
+
+fn lowest_rank(offers: &[Offer], offer: u32) -> Rank {
+    offers.get(offer as usize).map_or(0, |offer| offer.lowest)
 }
 
 fn described(spec: Option<&TensorSpec>) -> String {

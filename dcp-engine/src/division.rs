@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use bytes::Bytes;
 use dcp_core::metadata::Entry;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Rank, Region};
 use dcp_planner::{Holdings, RankSet, ShareRule};
 
+use crate::assignment::{Assignment, Schedule};
 use crate::disjoint::{cut, overlay};
 use crate::machine::neighbors;
 use crate::measured_speeds::read_again;
@@ -19,23 +19,6 @@ const OBJECTS_MAX: u32 = 64;
 /// Messages' worth of one box that may fall to one rank; larger ones are divided.
 const MESSAGES_OF_A_BOX: u64 = 4;
 
-/// What one rank does in an exchange.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Assignment {
-    /// How many messages each rank sends.
-    pub(crate) turns: Vec<u32>,
-    /// What this rank reads and sends; the leaf of an item is the number of its message.
-    pub(crate) send: LoadPlan,
-    /// What it reads for itself alone.
-    pub(crate) keep: LoadPlan,
-    /// The bytes of the load; the same on all ranks.
-    pub(crate) needs: Needs,
-    /// What a measurement reads again, when another rank of the machine has read it.
-    pub(crate) again: LoadPlan,
-    /// Whether any rank has something to read again; the same on all ranks.
-    pub(crate) reads_again: bool,
-}
-
 /// The settings of a division, the same on all ranks.
 #[derive(Clone, Debug)]
 pub(crate) struct Division {
@@ -45,6 +28,8 @@ pub(crate) struct Division {
     pub(crate) rule: ShareRule,
     /// The most bytes of tensors in one message.
     pub(crate) message_bytes: u64,
+    /// The ranks that read by themselves and are in no plan, with what they need.
+    pub(crate) alone: Vec<(Rank, u64)>,
 }
 
 /// A part of the checkpoint that is read once.
@@ -76,21 +61,27 @@ struct Pile {
 }
 
 impl Division {
-    /// What each rank does, given the different plans and for each rank which of them is its own.
+    /// What each rank does, given the different plans and for each rank which of them is its own;
+    /// nothing for a rank that reads by itself.
     pub(crate) fn divide(
         &self,
         metadata: &CheckpointMetadata,
         plans: &[LoadPlan],
-        plan_of: &[usize],
-    ) -> Result<Vec<Assignment>, CheckpointError> {
+        plan_of: &[Option<Rank>],
+    ) -> Result<(Schedule, Vec<Assignment>), CheckpointError> {
+        let mut ranks_of: Vec<Vec<Rank>> = vec![Vec::new(); plans.len()];
+        for (rank, plan) in (0..).zip(plan_of) {
+            let ranks = plan.and_then(|plan| ranks_of.get_mut(plan as usize));
+            ranks.into_iter().for_each(|ranks| ranks.push(rank));
+        }
         let mut holdings = Holdings::new(self.world_size);
         let mut wanting: HashMap<Vec<u32>, Wanting> = HashMap::new();
         let mut parts = Vec::new();
         for (part, who) in Self::parts(metadata, plans)? {
             let wanting = wanting.entry(who).or_insert_with_key(|who| {
-                let needs = |plan: &usize| who.iter().any(|wanting| *wanting as usize == *plan);
-                let ranks = plan_of.iter().zip(0..).filter(|(plan, _)| needs(plan));
-                let ranks: Vec<Rank> = ranks.map(|(_, rank)| rank).collect();
+                let ranks = who.iter().filter_map(|plan| ranks_of.get(*plan as usize)).flatten();
+                let mut ranks: Vec<Rank> = ranks.copied().collect();
+                ranks.sort_unstable();
                 let holders = holdings.holders(ranks.iter().copied());
                 Wanting { ranks, holders, byte_len: 0 }
             });
@@ -119,16 +110,14 @@ impl Division {
         let needs = self.needs(wanting.values(), &piles);
         let again = self.again(needs, &piles, metadata)?;
         let reads_again = again.iter().any(|again| !again.items.is_empty());
-        let turns: Vec<u32> = piles.iter().map(Pile::messages).collect();
+        let turns = piles.iter().map(Pile::messages).collect();
         let assign = |(pile, again): (Pile, LoadPlan)| Assignment {
-            turns: turns.clone(),
             send: pile.send,
             keep: pile.keep,
-            needs,
             again,
-            reads_again,
         };
-        Ok(piles.into_iter().zip(again).map(assign).collect())
+        let assignments = piles.into_iter().zip(again).map(assign).collect();
+        Ok((Schedule { turns, needs, reads_again }, assignments))
     }
 
     fn needs<'a>(&self, wanting: impl Iterator<Item = &'a Wanting>, piles: &[Pile]) -> Needs {
@@ -139,10 +128,13 @@ impl Division {
                 sent = sent.saturating_add(wanting.byte_len);
             }
         }
-        let (most, first) = needed.most();
+        for (rank, byte_len) in &self.alone {
+            needed.add(*byte_len, &[*rank]);
+        }
         let most_of = |bytes: fn(&Pile) -> u64| piles.iter().map(bytes).max().unwrap_or(0);
-        let to_send = most_of(|pile| pile.send_bytes);
-        Needs { most, first, sent, to_send, kept: most_of(|pile| pile.keep_bytes) }
+        let alone = self.alone.iter().map(|(_, byte_len)| *byte_len).max().unwrap_or(0);
+        let kept = most_of(|pile| pile.keep_bytes).max(alone);
+        needed.needs(sent, most_of(|pile| pile.send_bytes), kept)
     }
 
     /// What each rank reads again if the load measures speeds.
@@ -273,63 +265,6 @@ impl Pile {
     }
 }
 
-impl Assignment {
-    pub(crate) fn to_wire(&self) -> Bytes {
-        let mut out = Vec::new();
-        let Needs { most, first, sent, to_send, kept } = self.needs;
-        for number in [most, first, sent, to_send, kept, self.reads_again.into()] {
-            out.extend_from_slice(&number.to_le_bytes());
-        }
-        let turns: Vec<u8> = self.turns.iter().flat_map(|turns| turns.to_le_bytes()).collect();
-        for column in [turns.into(), self.send.to_wire(), self.keep.to_wire(), self.again.to_wire()]
-        {
-            out.extend_from_slice(&(column.len() as u64).to_le_bytes());
-            out.extend_from_slice(&column);
-        }
-        out.into()
-    }
-
-    pub(crate) fn from_wire(mut bytes: &[u8], world_size: u32) -> Result<Self, PlanError> {
-        let bad = || PlanError::Message {
-            message: "the assignment of reads".to_owned(),
-            problem: "it ends too early, or has another number of ranks".to_owned(),
-        };
-        let number = |bytes: &mut &[u8]| {
-            let (number, rest) = bytes.split_first_chunk::<8>().ok_or_else(bad)?;
-            *bytes = rest;
-            Ok::<_, PlanError>(u64::from_le_bytes(*number))
-        };
-        let needs = Needs {
-            most: number(&mut bytes)?,
-            first: number(&mut bytes)?,
-            sent: number(&mut bytes)?,
-            to_send: number(&mut bytes)?,
-            kept: number(&mut bytes)?,
-        };
-        let reads_again = number(&mut bytes)? != 0;
-        let mut column = || {
-            let len = usize::try_from(number(&mut bytes)?).map_err(|_| bad())?;
-            let (column, rest) = bytes.split_at_checked(len).ok_or_else(bad)?;
-            bytes = rest;
-            Ok::<_, PlanError>(column)
-        };
-        let turns: Vec<u32> = column()?
-            .chunks_exact(4)
-            .map(|turns| turns.iter().rev().fold(0, |n, byte| n << 8 | u32::from(*byte)))
-            .collect();
-        if turns.len() != world_size as usize {
-            return Err(bad());
-        }
-        let [send, keep, again] = [column()?, column()?, column()?].map(LoadPlan::from_wire);
-        Ok(Self { turns, send: send?, keep: keep?, needs, again: again?, reads_again })
-    }
-
-    /// How many messages `rank` sends.
-    pub(crate) fn turns_of(&self, rank: Rank) -> u32 {
-        self.turns.get(rank as usize).copied().unwrap_or(0)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use dcp_core::DType;
@@ -358,7 +293,7 @@ mod tests {
 
     fn division(machines: &[Rank], rule: ShareRule, message_bytes: u64) -> Division {
         let (world_size, machines) = (u32::try_from(machines.len()).unwrap(), machines.to_vec());
-        Division { world_size, machines, rule, message_bytes }
+        Division { world_size, machines, rule, message_bytes, alone: Vec::new() }
     }
 
     fn bytes(plan: &LoadPlan) -> BTreeMap<u32, u64> {
@@ -377,12 +312,12 @@ mod tests {
     fn messages_are_bounded_and_counted_and_ranks_have_about_the_same() {
         let (metadata, plan) = stored(5, 3000);
         let division = division(&[0, 1, 2, 3], ShareRule::Balanced, 1000);
-        let all = division.divide(&metadata, &[plan], &[0; 4]).unwrap();
+        let (schedule, all) = division.divide(&metadata, &[plan], &[Some(0); 4]).unwrap();
         let mut sum = 0;
         for (rank, assignment) in (0..).zip(&all) {
             let messages = bytes(&assignment.send);
             let count = u32::try_from(messages.len()).unwrap();
-            assert_eq!(assignment.turns_of(rank), count, "rank {rank}");
+            assert_eq!(schedule.turns_of(rank), count, "rank {rank}");
             assert_eq!(messages.keys().copied().collect::<Vec<_>>(), Vec::from_iter(0..count));
             assert!(messages.values().all(|bytes| *bytes <= 1000), "{messages:?}");
             assert_eq!(assignment.keep.items, []);
@@ -391,21 +326,31 @@ mod tests {
         }
         assert_eq!(sum, 15_000);
         let to_send = all.iter().map(|one| bytes(&one.send).values().sum()).max().unwrap();
-        let expected = Needs { most: 15_000, first: 15_000, sent: 15_000, to_send, kept: 0 };
-        assert_eq!(all[3].needs, expected);
+        let expected =
+            Needs { most: 15_000, first: 15_000, sent: 15_000, to_send, kept: 0, spread: true };
+        assert_eq!(schedule.needs, expected);
     }
 
     #[test]
     fn what_one_rank_wants_stays_with_it() {
         let (metadata, plan) = stored(3, 10);
         let nothing = LoadPlan::default();
-        let division = division(&[0, 0, 2], ShareRule::Megatron, 1000);
-        let all = division.divide(&metadata, &[nothing, plan], &[0, 1, 0]).unwrap();
+        let mut division = division(&[0, 0, 2], ShareRule::Megatron, 1000);
+        let plans = [nothing, plan];
+        let (schedule, all) =
+            division.divide(&metadata, &plans, &[Some(0), Some(1), Some(0)]).unwrap();
         assert_eq!(all[1].keep.items.len(), 6);
         assert!(all.iter().all(|assignment| assignment.send.items.is_empty()));
-        assert_eq!(all[0].turns, [0, 0, 0]);
+        assert_eq!(schedule.turns, [0, 0, 0]);
         let expected = Needs { most: 30, first: 30, kept: 30, ..Needs::default() };
-        assert_eq!(all[0].needs, expected);
+        assert_eq!(schedule.needs, expected);
+        // Nobody sends the plan of a rank that shares with no other.
+        division.alone = vec![(2, 70)];
+        let (schedule, all) =
+            division.divide(&metadata, &plans, &[Some(0), Some(1), None]).unwrap();
+        assert_eq!(all[2], Assignment::default());
+        let expected = Needs { most: 70, first: 70, kept: 70, ..Needs::default() };
+        assert_eq!(schedule.needs, expected);
     }
 
     #[test]
@@ -415,28 +360,30 @@ mod tests {
         // Two machines with two ranks each, and one rank alone.
         let machines = [0, 1, 0, 1, 4];
         let all = division(&machines, ShareRule::Balanced, message);
-        let all = all.divide(&metadata, std::slice::from_ref(&plan), &[0; 5]).unwrap();
+        let all = all.divide(&metadata, std::slice::from_ref(&plan), &[Some(0); 5]).unwrap();
+        let (schedule, all) = all;
         let most = 400 << 20;
-        assert_eq!((all[0].needs.most, all[0].needs.first), (most, most));
+        assert_eq!((schedule.needs.most, schedule.needs.first), (most, most));
         for (rank, neighbor) in [(0, 2), (1, 3), (2, 0), (3, 1)] {
             let again = &all[rank].again.items;
             assert_eq!(again.len(), 1, "rank {rank}");
             assert_eq!(again[0], all[neighbor].send.items[0], "rank {rank}");
         }
         assert_eq!(all[4].again.items, []);
-        assert!(all.iter().all(|one| one.reads_again));
+        assert!(schedule.reads_again && schedule.needs.spread);
         // Ranks of one machine read each byte first once.
         let two = division(&[0, 0], ShareRule::Balanced, message);
-        let two = two.divide(&metadata, std::slice::from_ref(&plan), &[0; 2]).unwrap();
-        assert_eq!((two[1].needs.most, two[1].needs.first), (most, most / 2));
+        let two = two.divide(&metadata, std::slice::from_ref(&plan), &[Some(0); 2]).unwrap();
+        let needs = two.0.needs;
+        assert_eq!((needs.most, needs.first, needs.spread), (most, most / 2, false));
         // Nothing is read again where no speed is measured, or where all ranks are alone.
         let (small, little) = stored(4, 1 << 20);
         for (machines, metadata, plan) in [(&[0, 0], &small, &little), (&[0, 1], &metadata, &plan)]
         {
             let all = division(machines, ShareRule::Balanced, message);
-            let all = all.divide(metadata, std::slice::from_ref(plan), &[0; 2]).unwrap();
-            let nothing = |one: &Assignment| one.again.items.is_empty() && !one.reads_again;
-            assert!(all.iter().all(nothing));
+            let plans = std::slice::from_ref(plan);
+            let (schedule, all) = all.divide(metadata, plans, &[Some(0); 2]).unwrap();
+            assert!(!schedule.reads_again && all.iter().all(|one| one.again.items.is_empty()));
         }
     }
 
@@ -444,15 +391,20 @@ mod tests {
     fn assignments_travel_and_damage_is_refused() {
         let (metadata, plan) = stored(2, 10);
         let division = division(&[0, 1], ShareRule::Megatron, 9);
-        let mut all = division.divide(&metadata, &[plan], &[0, 0]).unwrap();
+        let (mut schedule, mut all) = division.divide(&metadata, &[plan], &[Some(0); 2]).unwrap();
+        schedule.reads_again = true;
+        let wire = schedule.to_wire();
+        assert_eq!(Schedule::from_wire(&wire, 2).as_ref(), Ok(&schedule));
+        assert!(Schedule::from_wire(&wire, 3).is_err());
+        for len in 0..wire.len() {
+            assert!(Schedule::from_wire(&wire[..len], 2).is_err(), "{len} bytes");
+        }
         all[0].again = all[1].send.clone();
-        all[1].reads_again = true;
         for assignment in all {
             let wire = assignment.to_wire();
-            assert_eq!(Assignment::from_wire(&wire, 2), Ok(assignment));
-            assert!(Assignment::from_wire(&wire, 3).is_err());
+            assert_eq!(Assignment::from_wire(&wire), Ok(assignment));
             for len in 0..wire.len() {
-                assert!(Assignment::from_wire(&wire[..len], 2).is_err(), "{len} bytes");
+                assert!(Assignment::from_wire(&wire[..len]).is_err(), "{len} bytes");
             }
         }
     }
@@ -469,7 +421,7 @@ mod tests {
         ] {
             let mut bad = plan.clone();
             bad.items.push(ReadItem { entry: at, leaf: 9, kind });
-            assert!(division.divide(&metadata, &[bad], &[0, 0]).is_err());
+            assert!(division.divide(&metadata, &[bad], &[Some(0), Some(0)]).is_err());
         }
     }
 }

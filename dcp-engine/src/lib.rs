@@ -11,6 +11,7 @@
 //! [`CheckpointObserver`] receives the steps of all of them; [`BroadcastReader`] lets one rank read
 //! for all, [`ParallelReader`] lets each read a share for all.
 
+mod assignment;
 mod background;
 mod broadcast;
 mod cast;
@@ -20,15 +21,18 @@ mod division;
 pub mod event;
 mod exchange_message;
 mod group;
+mod kept;
 mod load;
 mod machine;
 mod measured_speeds;
 mod memory;
 mod messages;
 mod needs;
+mod offer;
 mod packed;
 mod parallel;
 mod planned;
+mod read_ahead;
 mod read_sharing;
 mod receiver;
 mod rounds;

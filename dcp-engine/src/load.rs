@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use crate::device::{STAGING_BYTES, piece_bytes};
 use crate::event::{CheckpointEvent, CheckpointObserver, Observers, Operation};
 use crate::group::Group;
+use crate::parallel::ParallelReader;
 use crate::planned::tensor_dtype;
 use crate::rounds;
 use crate::sink::StateSink;
@@ -71,6 +72,23 @@ pub struct LoadSummary {
     pub read: ReadReport,
     /// The checkpoint's index.
     pub metadata: Arc<CheckpointMetadata>,
+}
+
+/// What a load reads through.
+#[derive(Clone, Copy, Debug)]
+enum Through<'a> {
+    Any(&'a dyn StorageReader),
+    /// With one decision for all rounds.
+    Shared(&'a ParallelReader),
+}
+
+impl<'a> Through<'a> {
+    fn reader(self) -> &'a dyn StorageReader {
+        match self {
+            Self::Any(reader) => reader,
+            Self::Shared(reader) => reader,
+        }
+    }
 }
 
 /// This rank's part of a load, ready to be read.
@@ -195,7 +213,7 @@ impl Loader {
         reader: &dyn StorageReader,
     ) -> Result<LoadSummary, CheckpointError> {
         let group = Group::new(self.group.clone(), self.coordinator)?;
-        group.run(async |group| self.run(group, state, reader).await).await
+        group.run(async |group| self.run(group, state, Through::Any(reader)).await).await
     }
 
     /// Like [`load`](Self::load), into a value with a state dict. When
@@ -209,6 +227,29 @@ impl Loader {
         target: &mut S,
         reader: &dyn StorageReader,
     ) -> Result<LoadSummary, CheckpointError> {
+        self.load_through(target, Through::Any(reader)).await
+    }
+
+    /// As [`load_stateful`](Self::load_stateful), with one decision of `reader` for the whole load. A load to
+    /// devices reads in rounds, in each of which any other method lets the ranks decide, by the few bytes of a
+    /// round.
+    ///
+    /// # Errors
+    ///
+    /// As [`load_stateful`](Self::load_stateful).
+    pub async fn load_shared<S: Stateful + Send + ?Sized>(
+        &self,
+        target: &mut S,
+        reader: &ParallelReader,
+    ) -> Result<LoadSummary, CheckpointError> {
+        self.load_through(target, Through::Shared(reader)).await
+    }
+
+    async fn load_through<S: Stateful + Send + ?Sized>(
+        &self,
+        target: &mut S,
+        through: Through<'_>,
+    ) -> Result<LoadSummary, CheckpointError> {
         let mut state = match target.state_dict() {
             Ok(state) => state,
             Err(error) => return Err(self.fail(error).await),
@@ -216,7 +257,7 @@ impl Loader {
         let group = Group::new(self.group.clone(), self.coordinator)?;
         group
             .run(async |group| {
-                let summary = self.run(group, &mut state, reader).await?;
+                let summary = self.run(group, &mut state, through).await?;
                 group.all_succeed(Phase::Read, target.load_state_dict(state)).await?;
                 Ok(summary)
             })
@@ -245,11 +286,11 @@ impl Loader {
         &self,
         group: &Group,
         state: &mut StateDict,
-        reader: &dyn StorageReader,
+        through: Through<'_>,
     ) -> Result<LoadSummary, CheckpointError> {
         let observers = self.observers.of_rank(group.context().rank);
         let span = tracing::info_span!("dcp_load", rank = group.context().rank);
-        let loaded = self.load_in(group, state, reader, &observers).instrument(span).await;
+        let loaded = self.load_in(group, state, through, &observers).instrument(span).await;
         observers.watch(Operation::Load, loaded)
     }
 
@@ -257,9 +298,10 @@ impl Loader {
         &self,
         group: &Group,
         state: &mut StateDict,
-        reader: &dyn StorageReader,
+        through: Through<'_>,
         observers: &Observers,
     ) -> Result<LoadSummary, CheckpointError> {
+        let reader = through.reader();
         let started = Instant::now();
         let prepared = match reader.metadata().await {
             Ok(metadata) => self.prepare(state, metadata, group),
@@ -280,8 +322,18 @@ impl Loader {
         let started = Instant::now();
         let span = tracing::info_span!("read", bytes = tracing::field::Empty);
         let count = sights.iter().map(|sight| sight.rounds).max().unwrap_or(1);
-        let read =
-            rounds::read(reader, &metadata, rounds, count, &sink).instrument(span.clone()).await;
+        let read = async {
+            let Through::Shared(sharing) = through else {
+                return rounds::read(reader, &metadata, &rounds, count, &sink).await;
+            };
+            let mut report = sharing.prepare(&metadata, &rounds::whole(&rounds)).await?;
+            report += rounds::read(reader, &metadata, &rounds, count, &sink).await?;
+            Ok(report)
+        };
+        let read = read.instrument(span.clone()).await;
+        if let Through::Shared(sharing) = through {
+            sharing.forget();
+        }
         let duration = started.elapsed();
         // Objects go into a copy first, so that no rank takes any before all have everything.
         let done = read.and_then(|read| Ok((read, with_objects(state, &places, &sink)?)));

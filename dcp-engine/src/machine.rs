@@ -38,8 +38,8 @@ pub(crate) fn neighbors(machines: &[Rank], has: impl Fn(Rank) -> bool) -> Vec<Op
     }
     let next = |(rank, machine): (Rank, &Rank)| {
         let ranks = ranks_of.get(machine)?;
-        let after = ranks.iter().find(|other| **other > rank).or_else(|| ranks.first());
-        after.copied().filter(|other| *other != rank)
+        let after = ranks.get(ranks.partition_point(|other| *other <= rank));
+        after.or_else(|| ranks.first()).copied().filter(|other| *other != rank)
     };
     (0..).zip(machines).map(next).collect()
 }

@@ -22,6 +22,12 @@
 //!   reads what it alone needs, at most `kept` bytes.
 //! - A speed `q` below `r` is noise and counts as `r`: no byte is slower for having been read before.
 //!
+//! A measurement costs time, too. A load that sharing could shorten by less than reading 256 MiB takes
+//! measures nothing. It is shared if ranks on several machines need the same and sharing sends at most
+//! 512 MiB (two ranks that save 256 MiB each send that much). What that costs has a limit, and what thousands
+//! of ranks cost a busy storage has none. The ranks of one machine are few, and most often
+//! find in its page cache what one of them has read, so they read alone.
+//!
 //! The model counts no latency: it is in the speeds, whose requests are of the lengths that the load
 //! makes. It has only integers, so ranks on different processors get the same result from the same
 //! messages.
@@ -40,6 +46,8 @@ pub(crate) struct Needs {
     pub(crate) sent: u64,
     pub(crate) to_send: u64,
     pub(crate) kept: u64,
+    /// Whether ranks on several machines need the same.
+    pub(crate) spread: bool,
 }
 
 /// Bytes per second of one rank, while all ranks do the same.
@@ -53,11 +61,27 @@ pub(crate) struct Speeds {
 
 /// A load that saves less is not worth a measurement.
 const WORTH: u64 = 256 << 20;
+/// Bytes that are sent without one.
+const UNMEASURED: u64 = 2 * WORTH;
+/// How many times as fast as a rank reads it could receive: 200 Gbit/s are so many times the 1.5 GB/s that a
+/// storage gives each of many ranks.
+const FASTER_AT_MOST: u64 = 16;
 
 impl Needs {
     /// Whether sharing could save so much that the speeds are measured.
     pub(crate) fn are_worth_measuring(self) -> bool {
         self.most.saturating_sub(self.to_send).saturating_sub(self.kept) >= WORTH
+    }
+
+    /// Whether ranks share without a measurement.
+    pub(crate) fn share_unmeasured(self) -> bool {
+        self.spread && self.sent <= UNMEASURED
+    }
+
+    /// Whether ranks could share, by what is known without their speeds. What is sent goes to all
+    /// ranks: of many groups of replicas, each rank receives what all of them need.
+    pub(crate) fn could_share(self) -> bool {
+        self.sent > 0 && self.sent <= self.most.saturating_mul(FASTER_AT_MOST)
     }
 
     /// Whether sharing is expected to be faster by a tenth, by the speeds of all ranks.
@@ -90,11 +114,12 @@ pub(crate) struct Needed<'a> {
     machines: &'a [u32],
     /// Of each rank: the bytes that it needs, and those that it is the first to read.
     ranks: Vec<(u64, u64)>,
+    spread: bool,
 }
 
 impl<'a> Needed<'a> {
     pub(crate) fn new(machines: &'a [u32]) -> Self {
-        Self { machines, ranks: vec![(0, 0); machines.len()] }
+        Self { machines, ranks: vec![(0, 0); machines.len()], spread: false }
     }
 
     /// `bytes` that each of these ranks needs.
@@ -104,6 +129,7 @@ impl<'a> Needed<'a> {
         for rank in ranks {
             *neighbors.entry(machine(rank)).or_default() += 1;
         }
+        self.spread |= neighbors.len() > 1;
         for rank in ranks {
             let of_machine = neighbors.get(&machine(rank)).copied().unwrap_or(1);
             if let Some((needed, first)) = self.ranks.get_mut(*rank as usize) {
@@ -113,10 +139,11 @@ impl<'a> Needed<'a> {
         }
     }
 
-    /// The most of any rank: bytes that it needs, and those that it is the first to read.
-    pub(crate) fn most(&self) -> (u64, u64) {
+    /// The bytes of the load, of which `sent` are sent.
+    pub(crate) fn needs(&self, sent: u64, to_send: u64, kept: u64) -> Needs {
         let most = |of: fn(&(u64, u64)) -> u64| self.ranks.iter().map(of).max().unwrap_or(0);
-        (most(|rank| rank.0), most(|rank| rank.1))
+        let (first, spread) = (most(|rank| rank.1), self.spread);
+        Needs { most: most(|rank| rank.0), first, sent, to_send, kept, spread }
     }
 }
 
@@ -132,9 +159,7 @@ mod tests {
         let places: Vec<u32> = ranks.iter().map(|rank| rank / of_each).collect();
         let mut needed = Needed::new(&places);
         needed.add(1024 * MIB, &ranks);
-        let (most, first) = needed.most();
-        let to_send = 1024 * MIB / u64::from(machines * of_each);
-        Needs { most, first, sent: 1024 * MIB, to_send, kept: 0 }
+        needed.needs(1024 * MIB, 1024 * MIB / u64::from(machines * of_each), 0)
     }
 
     fn ranks(read: u64, again: Option<u64>, exchange: u64) -> Vec<Speeds> {
@@ -192,12 +217,16 @@ mod tests {
         let mut needed = Needed::new(&[0, 0, 2]);
         needed.add(100, &[0, 1, 2]);
         needed.add(50, &[1]);
-        assert_eq!(needed.most(), (150, 100));
+        let most = |needed: &Needed| {
+            let needs = needed.needs(0, 0, 0);
+            (needs.most, needs.first)
+        };
+        assert_eq!(most(&needed), (150, 100));
         needed.add(7, &[0, 2]);
-        assert_eq!(needed.most(), (150, 107));
+        assert_eq!(most(&needed), (150, 107));
         needed.add(301, &[0, 1]);
-        assert_eq!(needed.most(), (451, 251));
-        assert_eq!(Needed::new(&[]).most(), (0, 0));
+        assert_eq!(most(&needed), (451, 251));
+        assert_eq!(most(&Needed::new(&[])), (0, 0));
     }
 
     #[test]
@@ -245,6 +274,32 @@ mod tests {
             Needs { most: 200 * MIB, first: 200 * MIB, sent: 200 * MIB, ..Needs::default() };
         assert!(!small.are_worth_measuring());
         assert!(!replicas(1, 1).are_worth_measuring());
+    }
+
+    #[test]
+    fn small_loads_are_shared_by_the_ranks_of_several_machines() {
+        let small = |needs: Needs| Needs { sent: 512 * MIB, ..needs };
+        assert!(small(replicas(8, 1)).share_unmeasured());
+        assert!(small(replicas(2, 4)).share_unmeasured());
+        assert!(!small(replicas(1, 8)).share_unmeasured());
+        // Others that need something else make no difference, wherever they are.
+        let mut needed = Needed::new(&[0, 0, 2]);
+        needed.add(100, &[0, 1]);
+        needed.add(100, &[2]);
+        assert!(!needed.needs(100, 50, 100).share_unmeasured());
+        needed.add(1, &[1, 2]);
+        assert!(needed.needs(101, 50, 100).share_unmeasured());
+        // One rank keeps so much that sharing saves nothing, and much would be sent.
+        let lopsided = Needs { kept: 1024 * MIB, ..replicas(8, 1) };
+        assert!(!lopsided.are_worth_measuring() && !lopsided.share_unmeasured());
+    }
+
+    #[test]
+    fn what_is_sent_to_all_is_at_most_16_times_what_a_rank_needs() {
+        let groups = |groups: u64| Needs { sent: groups * 1024 * MIB, ..replicas(8, 1) };
+        assert!(groups(1).could_share() && groups(16).could_share());
+        assert!(!groups(17).could_share());
+        assert!(!groups(0).could_share());
     }
 
     #[test]

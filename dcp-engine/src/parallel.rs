@@ -1,30 +1,30 @@
 //! All ranks read, each a share of what any of them needs.
 
-use std::collections::VecDeque;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::digest::fnv1a_64;
 use dcp_core::error::Phase;
-use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::plan::LoadPlan;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Collective, CollectiveError, Rank, StorageReader,
 };
 use dcp_planner::ShareRule;
 use tokio::sync::OnceCell;
-use tokio::task::JoinHandle;
 
+use crate::assignment::{Assignment, Schedule};
 use crate::broadcast::spread_metadata;
-use crate::disjoint::cut;
-use crate::division::{Assignment, Division};
-use crate::exchange_message::{Collector, Message, Piece, Wanted};
+use crate::division::Division;
 use crate::group::Group;
+use crate::kept::read_kept;
 use crate::machine::{machine, machines};
 use crate::measured_speeds::measure;
 use crate::needs::Speeds;
-use crate::planned::{out_of_step, tensor_dtype};
+use crate::offer::{Offer, Sharers};
+use crate::read_ahead::ReadAhead;
 use crate::read_sharing::{Exchange, ReadSharing};
 use crate::receiver::Receiver;
 
@@ -32,6 +32,8 @@ use crate::receiver::Receiver;
 const IN_FLIGHT: u64 = 32 << 20;
 /// No message is cut into smaller ones.
 const MESSAGE_MIN: u64 = 64 << 10;
+/// The rank of the group that reads the index and divides reads.
+const COORDINATOR: Rank = 0;
 
 /// A reader for ranks that need much the same, as the replicas of a model do: what any of them
 /// needs is read once in the group, by one of the ranks that need it, and sent to the others.
@@ -42,7 +44,8 @@ const MESSAGE_MIN: u64 = 64 << 10;
 /// in any group, also one of more ranks, uses it as any other reader. What is
 /// shared is not the requested shard but the stored element, so that ranks with different layouts
 /// share, too. What only one rank needs, it reads straight into its own memory. Objects are
-/// shared as tensors are. The index is read by one rank for all. A group of one reads as its
+/// shared as tensors are. The index is read by one rank for all, or by
+/// [each](Self::index_per_rank). A group of one reads as its
 /// reader does.
 ///
 /// Memory is bounded whatever the sizes of tensors: what is sent goes in messages, of which a rank
@@ -52,6 +55,9 @@ const MESSAGE_MIN: u64 = 64 << 10;
 /// Every rank calls [`metadata`](StorageReader::metadata) and [`read`](StorageReader::read) as
 /// often and in the same order as all others in its group, also with an empty plan. When one fails
 /// to read, every rank gets the same error; when one is lost, every call ends.
+///
+/// [`replicas_only`](Self::replicas_only) is for groups in which perhaps no rank has a replica.
+/// [`Loader::load_shared`](crate::Loader::load_shared) decides once for all rounds of a load to devices.
 #[doc(alias = "FullyParallelLoadStrategyWrapper")]
 pub struct ParallelReader {
     inner: Arc<dyn StorageReader>,
@@ -61,8 +67,29 @@ pub struct ParallelReader {
     exchange: Exchange,
     in_flight: u64,
     sharing: ReadSharing,
+    replicas_only: bool,
+    index_per_rank: bool,
+    machine: Option<u64>,
     speeds: Option<Speeds>,
     known: OnceCell<Known>,
+    /// What was decided for the load under way.
+    way: Mutex<Option<Way>>,
+}
+
+/// How the ranks of a load read.
+#[derive(Clone, Debug)]
+enum Way {
+    Alone,
+    Shared(Arc<Shared>),
+}
+
+/// What ranks agreed on for plans that they share.
+#[derive(Clone, Debug)]
+struct Shared {
+    offers: Vec<Offer>,
+    sharers: Sharers,
+    schedule: Schedule,
+    assignment: Assignment,
 }
 
 #[derive(Clone, Debug)]
@@ -84,8 +111,12 @@ impl ParallelReader {
             exchange: Exchange::Broadcast,
             in_flight: IN_FLIGHT,
             sharing: ReadSharing::default(),
+            replicas_only: false,
+            index_per_rank: false,
+            machine: machine(),
             speeds: None,
             known: OnceCell::new(),
+            way: Mutex::default(),
         }
     }
 
@@ -127,6 +158,38 @@ impl ParallelReader {
         self
     }
 
+    /// Shares only what ranks with the same tensors read, as data-parallel replicas do, and not what
+    /// layouts have in common; by default not. The same on all ranks.
+    ///
+    /// A load in which no two ranks need the same tensors then costs one message of 40 bytes for each rank, and
+    /// no plan is sent. What replicas share goes to all ranks of the collective. So with
+    /// [`ReadSharing::Auto`], many groups of replicas send no plans either: the tensors of all groups
+    /// have at most 16 times the bytes that one rank needs. Ranks with the same tensors and different
+    /// objects share the tensors.
+    #[must_use]
+    pub fn replicas_only(mut self, replicas_only: bool) -> Self {
+        self.replicas_only = replicas_only;
+        self
+    }
+
+    /// Whether every rank reads the index, as without this reader; by default rank 0 reads it and sends it to
+    /// all. The same on all ranks. Ranks that read it can take part in a load by
+    /// [`Loader::fail`](crate::Loader::fail) where their storage does not open, and the loader compares
+    /// what they see.
+    #[must_use]
+    pub fn index_per_rank(mut self, index_per_rank: bool) -> Self {
+        self.index_per_rank = index_per_rank;
+        self
+    }
+
+    /// A name of the machine on which this rank runs; by default from Linux's boot id, which machines that
+    /// were started from one snapshot have in common. [`ReadSharing::Auto`] compares the names.
+    #[must_use]
+    pub fn machine(mut self, name: impl AsRef<str>) -> Self {
+        self.machine = Some(fnv1a_64(name.as_ref().bytes()));
+        self
+    }
+
     /// The bytes per second that a rank reads while all read, and receives while all send. With
     /// [`ReadSharing::Auto`], loads decide by them and measure nothing, however small they are. They
     /// count on no cache in which a rank finds what another one has read. The slowest rank decides.
@@ -137,7 +200,7 @@ impl ParallelReader {
     }
 
     fn group(&self) -> Result<Group, CheckpointError> {
-        Ok(Group::new(Some(Arc::clone(&self.collective)), 0)?.called(self.world_rank))
+        Ok(Group::new(Some(Arc::clone(&self.collective)), COORDINATOR)?.called(self.world_rank))
     }
 
     fn message_bytes(&self) -> u64 {
@@ -152,10 +215,10 @@ impl ParallelReader {
     async fn look(&self, group: &Group) -> Result<Known, CheckpointError> {
         let world_ranks = group.all_gather_results(Phase::Open, Ok(self.world_rank)).await?;
         let mine = match self.collective.rank() {
-            0 => Some(self.inner.metadata().await),
+            COORDINATOR => Some(self.inner.metadata().await),
             _ => None,
         };
-        let metadata = spread_metadata(group, 0, mine).await?;
+        let metadata = spread_metadata(group, COORDINATOR, mine).await?;
         Ok(Known { metadata, world_ranks })
     }
 
@@ -169,19 +232,22 @@ impl ParallelReader {
         if self.sharing == ReadSharing::Never {
             return self.read_alone(group, metadata, plan, sink).await;
         }
-        let assignment = self.divide(group, metadata, plan).await?;
-        let mut report = ReadReport::default();
-        if self.sharing == ReadSharing::Auto
-            && !self.pays(group, metadata, &assignment, &mut report).await?
-        {
+        let prepared = match self.way().clone() {
+            Some(Way::Shared(shared)) => Some(shared),
+            _ => None,
+        };
+        let (way, mut report) = self.choose(group, metadata, plan, prepared.as_ref()).await?;
+        let Way::Shared(shared) = way else {
             report += self.read_alone(group, metadata, plan, sink).await?;
             return Ok(report);
-        }
-        let mut taker = Receiver::new(metadata, plan, sink);
-        let mut ahead = Ahead::new(self, metadata, &assignment.send);
-        let rounds = assignment.turns.iter().copied().max().unwrap_or(0);
+        };
+        let Shared { sharers, schedule, assignment, .. } = &*shared;
+        let (plan, rest) = sharers.split(self.collective.rank(), plan);
+        let mut taker = Receiver::new(metadata, &plan, sink);
+        let mut ahead = ReadAhead::new(&self.inner, metadata, &assignment.send);
+        let rounds = schedule.turns.iter().copied().max().unwrap_or(0);
         for round in 0..rounds {
-            let sends = |rank: Rank| round < assignment.turns_of(rank);
+            let sends = |rank: Rank| round < schedule.turns_of(rank);
             match self.exchange {
                 Exchange::Broadcast => {
                     for root in (0..self.collective.world_size()).filter(|rank| sends(*rank)) {
@@ -202,11 +268,65 @@ impl ParallelReader {
                 }
             }
         }
-        let kept = self.keep(metadata, &assignment.keep, &mut taker, &mut report).await;
+        let kept = read_kept(
+            (&self.inner, metadata),
+            &assignment.keep,
+            self.message_bytes(),
+            &mut taker,
+            &mut report,
+        )
+        .await;
         // A rank that failed to store a message receives the others, so that no rank hangs.
         let outcome = kept.and_then(|()| taker.finish(&mut report));
-        group.all_gather_results(Phase::Read, outcome).await?;
+        let outcome = match outcome {
+            Ok(()) if !rest.items.is_empty() => {
+                self.inner.read(metadata, &rest, Arc::clone(sink)).await.map(|cost| report += cost)
+            }
+            other => other,
+        };
+        group.all_succeed(Phase::Read, outcome).await?;
         Ok(report)
+    }
+
+    /// Decides whether ranks share, as `prepared` if there is a decision for the whole load, and what each
+    /// then reads. The same on all ranks, which know the same.
+    async fn choose(
+        &self,
+        group: &Group,
+        metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        prepared: Option<&Arc<Shared>>,
+    ) -> Result<(Way, ReadReport), CheckpointError> {
+        let mut report = ReadReport::default();
+        let measures = self.sharing == ReadSharing::Auto && self.speeds.is_none();
+        let machine = self.machine.filter(|_| measures);
+        let mine = Offer::of(metadata, plan, self.replicas_only, machine).to_wire();
+        let offers = group.exchange(Phase::Plan, Ok(mine)).await?;
+        let offers = offers.iter().map(|offer| Offer::from_wire(offer));
+        let offers = offers.collect::<Result<Vec<_>, _>>()?;
+        if let Some(shared) = prepared.filter(|shared| shared.offers == offers) {
+            return Ok((Way::Shared(Arc::clone(shared)), report));
+        }
+        let sharers = Sharers::of(&offers, self.replicas_only);
+        if sharers.is_empty() {
+            return Ok((Way::Alone, report));
+        }
+        let decides = self.sharing == ReadSharing::Auto && prepared.is_none();
+        let machines = machines(offers.iter().map(Offer::machine));
+        if decides && self.replicas_only {
+            let needs = sharers.needs(&offers, &machines);
+            let is_small = measures && !needs.are_worth_measuring();
+            if !needs.could_share() || is_small && !needs.share_unmeasured() {
+                tracing::debug!(?needs, "ranks read by themselves");
+                return Ok((Way::Alone, report));
+            }
+        }
+        let (schedule, assignment) =
+            self.divide(group, metadata, plan, (&offers, &sharers, machines)).await?;
+        if decides && !self.pays(group, metadata, (&schedule, &assignment), &mut report).await? {
+            return Ok((Way::Alone, report));
+        }
+        Ok((Way::Shared(Arc::new(Shared { offers, sharers, schedule, assignment })), report))
     }
 
     /// Whether sharing is expected to be faster; the same on all ranks, which know the same.
@@ -214,17 +334,16 @@ impl ParallelReader {
         &self,
         group: &Group,
         metadata: &Arc<CheckpointMetadata>,
-        assignment: &Assignment,
+        (schedule, assignment): (&Schedule, &Assignment),
         report: &mut ReadReport,
     ) -> Result<bool, CheckpointError> {
-        let needs = assignment.needs;
+        let needs = schedule.needs;
         let speeds = match self.speeds {
             Some(speeds) => group.all_gather_results(Phase::Plan, Ok(speeds)).await?,
-            // Reading once is what cannot take much longer.
-            None if !needs.are_worth_measuring() => return Ok(true),
+            None if !needs.are_worth_measuring() => return Ok(needs.share_unmeasured()),
             None => {
                 let (send, exchange) = (&assignment.send, self.exchange);
-                let again = assignment.reads_again.then_some(&assignment.again);
+                let again = schedule.reads_again.then_some(&assignment.again);
                 let measured = measure(group, &self.inner, metadata, send, again, exchange);
                 let (speeds, cost) = measured.await?;
                 *report += cost;
@@ -254,94 +373,85 @@ impl ParallelReader {
         group: &Group,
         metadata: &Arc<CheckpointMetadata>,
         plan: &LoadPlan,
-    ) -> Result<Assignment, CheckpointError> {
+        (offers, sharers, machines): (&[Offer], &Sharers, Vec<Rank>),
+    ) -> Result<(Schedule, Assignment), CheckpointError> {
         let world_size = self.collective.world_size();
-        let fingerprint = plan.fingerprint();
-        let halves = ((fingerprint >> 64) as u64, fingerprint as u64);
-        let measures = self.sharing == ReadSharing::Auto && self.speeds.is_none();
-        let mine = (halves, measures.then(machine).flatten());
-        let all = group.all_gather_results(Phase::Plan, Ok(mine)).await?;
-        let (all, machine_names): (Vec<_>, Vec<_>) = all.into_iter().unzip();
-        // Of ranks that need the same, the first one names it.
-        let plan_of: Vec<usize> =
-            all.iter().map(|one| all.iter().position(|other| other == one).unwrap_or(0)).collect();
-        let rank = self.collective.rank() as usize;
-        let says = plan_of.get(rank) == Some(&rank);
-        let plans =
-            group.gather(Phase::Read, if says { plan.to_wire() } else { Bytes::new() }).await?;
-        let divided = plans.map(|plans| {
+        let sent = sharers.sent(self.collective.rank(), plan);
+        let sent = sent.map_or_else(Bytes::new, |plan| plan.to_wire());
+        let divided = group.gather(Phase::Read, sent).await?.map(|plans| {
             let decode = |plan: &Bytes| match plan.is_empty() {
                 true => Ok(LoadPlan::default()),
                 false => LoadPlan::from_wire(plan),
             };
             let plans = plans.iter().map(decode).collect::<Result<Vec<_>, _>>()?;
             let (rule, message_bytes) = (self.rule, self.message_bytes());
-            let machines = machines(machine_names);
-            let division = Division { world_size, machines, rule, message_bytes };
-            let all = division.divide(metadata, &plans, &plan_of)?;
-            Ok((all.iter().map(Assignment::to_wire).collect(), ()))
+            let alone = sharers.alone(offers);
+            let division = Division { world_size, machines, rule, message_bytes, alone };
+            division.divide(metadata, &plans, &sharers.plan_of)
         });
-        let (mine, _) = group.scatter(Phase::Plan, divided).await?;
-        Ok(Assignment::from_wire(&mine, world_size)?)
+        let (schedule, assignments) = match divided {
+            Some(Ok((schedule, all))) => (Some(Ok(schedule.to_wire())), Some(all)),
+            Some(Err(error)) => (Some(Err(error)), None),
+            None => (None, None),
+        };
+        let schedule = group.broadcast(Phase::Plan, COORDINATOR, schedule).await?;
+        let schedule = Schedule::from_wire(&schedule, world_size)?;
+        let messages =
+            assignments.map(|all| Ok((all.iter().map(Assignment::to_wire).collect(), ())));
+        let (mine, _) = group.scatter(Phase::Plan, messages).await?;
+        Ok((schedule, Assignment::from_wire(&mine)?))
     }
 
-    /// Reads what only this rank needs.
-    async fn keep(
+    /// Decides for the reads of a load, until [`forget`](Self::forget). Every rank calls it with all that it
+    /// is going to read. Where ranks do not share, its reads then send nothing.
+    pub(crate) async fn prepare(
         &self,
         metadata: &Arc<CheckpointMetadata>,
-        keep: &LoadPlan,
-        taker: &mut Receiver<'_>,
-        report: &mut ReadReport,
-    ) -> Result<(), CheckpointError> {
-        let mut direct = LoadPlan::default();
-        let mut views = Vec::new();
-        let mut rest = Vec::new();
-        for item in &keep.items {
-            let ReadKind::Tensor { chunk, region, .. } = &item.kind else { continue };
-            match taker.place(item.entry, *chunk, region)? {
-                Some(view) => {
-                    let leaf = u32::try_from(views.len()).unwrap_or(u32::MAX);
-                    views.push(view);
-                    direct.items.push(ReadItem { leaf, ..item.clone() });
-                }
-                // Two of this rank's items need it.
-                None => rest.push(item),
-            }
+        plan: &LoadPlan,
+    ) -> Result<ReadReport, CheckpointError> {
+        *self.way() = None;
+        if self.collective.world_size() == 1 || self.sharing == ReadSharing::Never {
+            return Ok(ReadReport::default());
         }
-        let objects = keep.items.iter().filter(|item| item.kind == ReadKind::Object);
-        // Their leaves say which entry they are of.
-        direct.items.extend(objects.map(|item| ReadItem { leaf: item.entry, ..item.clone() }));
-        if !direct.items.is_empty() {
-            let sink = Arc::new(Collector::new(views));
-            let cost = self.inner.read(metadata, &direct, Arc::clone(&sink) as _).await?;
-            *report += ReadReport::new(0, cost.bytes_read);
-            for item in &direct.items {
-                if let ReadKind::Tensor { chunk, region, .. } = &item.kind {
-                    taker.arrived(item.entry, *chunk, region)?;
-                }
-            }
-            for (entry, value) in sink.take_objects() {
-                taker.value(entry, value)?;
-            }
+        let choose = async |group: &Group| self.choose(group, metadata, plan, None).await;
+        let (way, report) = self.group()?.run(choose).await.map_err(|e| self.in_the_world(e))?;
+        *self.way() = Some(way);
+        Ok(report)
+    }
+
+    /// The load has ended: the next read is decided for itself.
+    pub(crate) fn forget(&self) {
+        *self.way() = None;
+    }
+
+    /// A rank that was lost, by the number by which it calls itself.
+    fn in_the_world(&self, mut error: CheckpointError) -> CheckpointError {
+        if let CheckpointError::Lost {
+            source:
+                CollectiveError::PeerLost { rank, .. }
+                | CollectiveError::Timeout { rank, .. }
+                | CollectiveError::Aborted { rank, .. }
+                | CollectiveError::Mismatch { rank, .. },
+            ..
+        } = &mut error
+        {
+            let names = self.known.get().map_or(&[][..], |known| &known.world_ranks);
+            *rank = names.get(*rank as usize).copied().unwrap_or(*rank);
         }
-        for item in rest {
-            let ReadKind::Tensor { chunk, region, .. } = &item.kind else { continue };
-            let dtype = tensor_dtype(metadata, item.entry)?;
-            for region in cut(region.clone(), (self.message_bytes() / dtype.size() as u64).max(1)) {
-                let mut wanted = Wanted::default();
-                wanted.push(Piece::tensor(item.entry, *chunk, region), dtype);
-                let (bytes, cost) = wanted.read(&self.inner, metadata).await?;
-                *report += ReadReport::new(0, cost.bytes_read);
-                taker.take(&bytes);
-            }
-        }
-        Ok(())
+        error
+    }
+
+    fn way(&self) -> MutexGuard<'_, Option<Way>> {
+        self.way.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 #[async_trait]
 impl StorageReader for ParallelReader {
     async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        if self.index_per_rank {
+            return self.inner.metadata().await;
+        }
         let look = || async { self.group()?.run(async |group| self.look(group).await).await };
         Ok(Arc::clone(&self.known.get_or_try_init(look).await?.metadata))
     }
@@ -352,13 +462,12 @@ impl StorageReader for ParallelReader {
         plan: &LoadPlan,
         sink: Arc<dyn DataSink>,
     ) -> Result<ReadReport, CheckpointError> {
-        if self.collective.world_size() == 1 {
+        let is_alone = matches!(*self.way(), Some(Way::Alone));
+        if is_alone || self.collective.world_size() == 1 {
             return self.inner.read(metadata, plan, sink).await;
         }
         let share = async |group: &Group| self.share(group, metadata, plan, &sink).await;
-        let result = self.group()?.run(share).await;
-        let names = self.known.get().map_or(&[][..], |known| &known.world_ranks);
-        result.map_err(|error| in_the_world(error, names))
+        self.group()?.run(share).await.map_err(|error| self.in_the_world(error))
     }
 }
 
@@ -368,75 +477,8 @@ impl fmt::Debug for ParallelReader {
             .field("inner", &self.inner)
             .field("collective", &self.collective)
             .field("exchange", &self.exchange)
+            .field("sharing", &self.sharing)
+            .field("replicas_only", &self.replicas_only)
             .finish_non_exhaustive()
-    }
-}
-
-/// A rank that was lost, by the number by which it calls itself.
-fn in_the_world(mut error: CheckpointError, names: &[Rank]) -> CheckpointError {
-    if let CheckpointError::Lost {
-        source:
-            CollectiveError::PeerLost { rank, .. }
-            | CollectiveError::Timeout { rank, .. }
-            | CollectiveError::Aborted { rank, .. }
-            | CollectiveError::Mismatch { rank, .. },
-        ..
-    } = &mut error
-    {
-        *rank = names.get(*rank as usize).copied().unwrap_or(*rank);
-    }
-    error
-}
-
-type Reading = JoinHandle<Result<(Bytes, ReadReport), CheckpointError>>;
-
-/// The messages of this rank, of which the next one is read while the others talk.
-struct Ahead {
-    reader: Arc<dyn StorageReader>,
-    metadata: Arc<CheckpointMetadata>,
-    waiting: VecDeque<Message>,
-    reading: Option<Reading>,
-    /// Why there are no messages.
-    problem: Option<CheckpointError>,
-}
-
-impl Ahead {
-    fn new(reader: &ParallelReader, metadata: &Arc<CheckpointMetadata>, plan: &LoadPlan) -> Self {
-        let (waiting, problem) = match Message::all_of(plan, metadata) {
-            Ok(messages) => (messages, None),
-            Err(error) => (VecDeque::new(), Some(error)),
-        };
-        let (reader, metadata) = (Arc::clone(&reader.inner), Arc::clone(metadata));
-        let mut ahead = Self { reader, metadata, waiting, reading: None, problem };
-        ahead.begin();
-        ahead
-    }
-
-    fn begin(&mut self) {
-        self.reading = self.waiting.pop_front().map(|message| {
-            let (reader, metadata) = (Arc::clone(&self.reader), Arc::clone(&self.metadata));
-            tokio::spawn(async move { message.read(&reader, &metadata).await })
-        });
-    }
-
-    async fn next(&mut self, report: &mut ReadReport) -> Result<Bytes, CheckpointError> {
-        if let Some(problem) = self.problem.take() {
-            return Err(problem);
-        }
-        let reading = self.reading.as_mut();
-        let reading =
-            reading.ok_or_else(|| out_of_step("this rank has no message left to send"))?;
-        let (bytes, cost) = reading.await.map_err(CheckpointError::application)??;
-        *report += ReadReport::new(0, cost.bytes_read);
-        self.begin();
-        Ok(bytes)
-    }
-}
-
-impl Drop for Ahead {
-    fn drop(&mut self) {
-        if let Some(reading) = &self.reading {
-            reading.abort();
-        }
     }
 }

@@ -1,5 +1,6 @@
 //! What plans refer to in the metadata.
 
+use dcp_core::metadata::Entry;
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, PlanError, Region};
 
 /// A message between the ranks of a load cannot be decoded.
@@ -48,4 +49,12 @@ pub(crate) fn tensor_dtype(
     let (fqn, stored) = metadata.at(entry as usize).ok_or_else(|| no_entry(entry, None))?;
     let tensor = stored.as_tensor();
     Ok(tensor.ok_or_else(|| PlanError::NotATensor { fqn: fqn.to_string() })?.dtype)
+}
+
+/// The bytes of a stored object; 0 where the index does not have them.
+pub(crate) fn object_bytes(metadata: &CheckpointMetadata, entry: u32) -> u64 {
+    match metadata.at(entry as usize) {
+        Some((_, Entry::Object(object))) => object.placement.map_or(0, |at| at.byte_len),
+        _ => 0,
+    }
 }

@@ -24,9 +24,11 @@ pub enum ReadSharing {
     ///
     /// A load in which sharing could save 256 MiB per rank measures how fast ranks read and exchange,
     /// with 8 to 16 MiB per rank. Where ranks run on one machine, which may keep in memory what one
-    /// of them has read, each also reads 4 to 12 MiB that another one has just read. A smaller load
-    /// is shared, and measures nothing: sharing it takes the time of sending 256 MiB per rank at
-    /// most, and a busy storage that every rank reads has no such limit.
+    /// of them has read, each also reads 4 to 12 MiB that another one has just read.
+    ///
+    /// A smaller load measures nothing. It is shared if ranks on several machines need the same: that
+    /// takes the time of sending 512 MiB per rank at most, and a busy storage that every rank reads has
+    /// no such limit. The ranks of one machine each read what they need, most often from its page cache.
     #[default]
     Auto,
     /// Every rank reads what it needs.

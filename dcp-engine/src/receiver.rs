@@ -9,7 +9,7 @@ use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Region, TensorView, Value};
 
 use crate::exchange_message::Parcel;
-use crate::planned::{bad_message, tensor_dtype};
+use crate::planned::{bad_message, object_bytes, tensor_dtype};
 
 /// Takes what this rank's plan requests out of what is sent to all.
 #[derive(Debug)]
@@ -129,6 +129,8 @@ impl<'a> Receiver<'a> {
     /// An object that did not come in a message.
     pub(crate) fn value(&mut self, entry: u32, value: Value) -> Result<(), CheckpointError> {
         let items = self.objects.remove(&entry).unwrap_or_default();
+        let byte_len = object_bytes(self.metadata, entry).saturating_mul(items.len() as u64);
+        self.bytes_needed = self.bytes_needed.saturating_add(byte_len);
         items.into_iter().try_for_each(|item| self.sink.object(item, value.clone()))
     }
 

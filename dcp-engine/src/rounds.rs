@@ -1,5 +1,6 @@
 //! A load plan in rounds, between which what goes to devices leaves host memory.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use dcp_core::checkpoint::ReadReport;
@@ -48,23 +49,34 @@ pub(crate) fn rounds(plan: LoadPlan, sink: &StateSink, staging_bytes: u64) -> Ve
     std::iter::once(first).chain(later).collect()
 }
 
+/// The plan of all rounds.
+pub(crate) fn whole(rounds: &[LoadPlan]) -> Cow<'_, LoadPlan> {
+    match rounds {
+        [one] => Cow::Borrowed(one),
+        some => {
+            let items = some.iter().flat_map(|round| round.items.iter().cloned());
+            Cow::Owned(LoadPlan { items: items.collect() })
+        }
+    }
+}
+
 /// Reads `count` rounds, which is the same on all ranks because a reader may involve all of them;
 /// those beyond this rank's own are empty.
 pub(crate) async fn read(
     reader: &dyn StorageReader,
     metadata: &Arc<CheckpointMetadata>,
-    rounds: Vec<LoadPlan>,
+    rounds: &[LoadPlan],
     count: u64,
     sink: &Arc<StateSink>,
 ) -> Result<ReadReport, CheckpointError> {
     let mut report = ReadReport::default();
     let mut staged: Result<Vec<Staged>, CheckpointError> = Ok(Vec::new());
-    let mut rounds = rounds.into_iter();
+    let (mut rounds, nothing) = (rounds.iter(), LoadPlan::default());
     for _ in 0..count {
         // After a failed copy the other ranks still expect this one's calls.
-        let plan = rounds.next().filter(|_| staged.is_ok()).unwrap_or_default();
+        let plan = rounds.next().filter(|_| staged.is_ok()).unwrap_or(&nothing);
         let (read, stored) =
-            join(reader.read(metadata, &plan, Arc::clone(sink) as _), store(staged)).await;
+            join(reader.read(metadata, plan, Arc::clone(sink) as _), store(staged)).await;
         report += read?;
         staged = stored.and_then(|()| sink.take_staged());
     }

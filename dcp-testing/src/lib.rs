@@ -5,6 +5,7 @@
 //! [`block_on`]: it is compiled apart from the crate that this one depends on.
 #![allow(clippy::unwrap_used, reason = "tests fail loudly")]
 
+mod counting_collective;
 mod crash;
 mod device;
 mod folders;
@@ -13,6 +14,7 @@ mod ranks;
 mod stored;
 mod torture;
 
+pub use counting_collective::CountingCollective;
 pub use crash::{Crashes, Disk, Loss, OnDisk, put_disk};
 pub use device::{FakeDevice, Traffic};
 pub use folders::{copy_folder, fixture, fixtures};

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use dcp_collectives_nccl::BulkCollective;
 use dcp_core::{Collective, DType, StateDict, StorageReader, Tensor, Value};
-use dcp_engine::{BroadcastReader, Exchange, Loader, ParallelReader, Saver};
+use dcp_engine::{BroadcastReader, Exchange, Loader, ParallelReader, ReadSharing, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_testing::{block_on, memory, on_ranks};
 
@@ -28,9 +28,12 @@ fn replicas_receive_tensors_over_the_network() {
             let group: Arc<dyn Collective> = Arc::new(group.chunk_bytes(4096).connect().unwrap());
             let reader: Arc<dyn StorageReader> = Arc::new(DcpReader::new(Arc::clone(&storage)));
             let reader: Arc<dyn StorageReader> = match way {
-                0 => Arc::new(ParallelReader::new(reader, Arc::clone(&group))),
+                0 => Arc::new(
+                    ParallelReader::new(reader, Arc::clone(&group)).sharing(ReadSharing::Always),
+                ),
                 1 => Arc::new(
                     ParallelReader::new(reader, Arc::clone(&group))
+                        .sharing(ReadSharing::Always)
                         .exchange(Exchange::GatherRounds),
                 ),
                 _ => {

@@ -13,7 +13,9 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, Collective, DType, HostMemory, Region, Shard, StateDict,
     Storage, StorageReader, Tensor, Value,
 };
-use dcp_engine::{BackgroundSaver, Casts, Exchange, Loader, ParallelReader, Saver, StagedState};
+use dcp_engine::{
+    BackgroundSaver, Casts, Exchange, Loader, ParallelReader, ReadSharing, Saver, StagedState,
+};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_testing::{FakeDevice, Traffic, on_ranks};
 use proptest::prelude::*;
@@ -136,7 +138,7 @@ proptest! {
             let mut into = state(dtype, &shape, wanted.of(rank), &vec![0; len], Some(&traffic));
             let mut reader: Arc<dyn StorageReader> = Arc::new(DcpReader::new(Arc::clone(&storage)));
             if sharing {
-                let shared = ParallelReader::new(reader, Arc::clone(&group));
+                let shared = ParallelReader::new(reader, Arc::clone(&group)).sharing(ReadSharing::Always);
                 reader = Arc::new(shared.exchange(Exchange::GatherRounds));
             }
             let loader = Loader::new().group(group).staging_bytes(staging);
@@ -375,7 +377,7 @@ fn errors_name_tensor_and_device() {
             traffic.fail();
         }
         let inner: Arc<dyn StorageReader> = Arc::new(DcpReader::new(Arc::clone(&storage)));
-        let reader = ParallelReader::new(inner, Arc::clone(&group));
+        let reader = ParallelReader::new(inner, Arc::clone(&group)).sharing(ReadSharing::Always);
         let loader = Loader::new().group(group).staging_bytes(4);
         block_on(loader.load(&mut into.dict, &reader)).unwrap_err()
     });

@@ -9,8 +9,8 @@ use dcp_core::{Collective, DType, PlanError, Region, StateDict, Tensor};
 use dcp_engine::{Loader, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_planner::DefaultSavePlanner;
+use dcp_testing::CountingCollective;
 
-use crate::counting_collective::Counting;
 use crate::harness::{
     block_on, counting, counting_whole, memory, on_ranks, on_tcp_ranks, rows, same, sample,
 };
@@ -27,7 +27,7 @@ fn shape(n: u64) -> [u64; 2] {
 fn first_save(ranks: u32, state: impl Fn(u32) -> StateDict + Sync) -> Vec<[usize; 4]> {
     let place = memory();
     on_ranks(ranks, |rank, group| {
-        let group = Arc::new(Counting::new(group));
+        let group = Arc::new(CountingCollective::new(group));
         let saver = Saver::new().group(Arc::clone(&group) as _);
         let writer = DcpWriter::new(Arc::clone(&place));
         let saved = block_on(saver.save(&state(rank), &writer)).unwrap();
@@ -75,7 +75,7 @@ fn a_damaged_plan_is_refused_on_all_ranks_by_the_name_of_its_rank() {
     for damaged in [0, 2] {
         let place = memory();
         let errors = on_ranks(3, |rank, group| {
-            let group = Counting::new(group);
+            let group = CountingCollective::new(group);
             // After the offer and the request.
             let group = if rank == damaged { group.cut(2) } else { group };
             let saver = Saver::new().group(Arc::new(group));

@@ -12,7 +12,7 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, Collective, DType, Region, StateDict, StorageReader,
     Tensor, TensorView, Value,
 };
-use dcp_engine::{Exchange, Loader, ParallelReader, Saver};
+use dcp_engine::{Exchange, Loader, ParallelReader, ReadSharing, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_planner::ShareRule;
 use proptest::prelude::*;
@@ -31,7 +31,9 @@ fn load(
     inner: Arc<dyn StorageReader>,
     exchange: Exchange,
 ) -> Result<(), CheckpointError> {
-    let reader = ParallelReader::new(inner, Arc::clone(&group)).exchange(exchange);
+    let reader = ParallelReader::new(inner, Arc::clone(&group))
+        .exchange(exchange)
+        .sharing(ReadSharing::Always);
     block_on(Loader::new().group(group).load(state, &reader)).map(|_| ())
 }
 
@@ -93,10 +95,11 @@ fn each_byte_is_read_once_in_the_group() {
         saved.into_iter().for_each(|result| result.unwrap());
         // What one replica of the model reads by itself.
         let alone = CountingStorage::new(Arc::clone(&storage));
-        on_ranks(tp, |rank, group| {
+        let needed = on_ranks(tp, |rank, group| {
             let inner = DcpReader::new(Arc::new(alone.clone()));
             let mut state = model(rank, tp, None);
-            block_on(Loader::new().group(group).load(&mut state, &inner)).unwrap();
+            let loaded = block_on(Loader::new().group(group).load(&mut state, &inner)).unwrap();
+            loaded.read.bytes_needed
         });
         let alone = alone.counts().bytes_read;
         for exchange in EXCHANGES {
@@ -107,12 +110,13 @@ fn each_byte_is_read_once_in_the_group() {
                     let inner = Arc::new(DcpReader::new(Arc::new(counted.clone())));
                     let reader = ParallelReader::new(inner, replicas)
                         .world_rank(rank)
+                        .sharing(ReadSharing::Always)
                         .exchange(exchange)
                         .rule(rule);
                     let loader = Loader::new().group(world);
                     let summary = block_on(loader.load(&mut state, &reader)).unwrap();
                     assert!(same(&state, &model(rank % tp, tp, Some(5))), "rank {rank}");
-                    assert_eq!(summary.read.bytes_needed, 8 * 40 * 24 / u64::from(tp) * 4);
+                    assert_eq!(summary.read.bytes_needed, needed[(rank % tp) as usize]);
                     summary.read.bytes_read
                 });
                 let all = counted.counts().bytes_read;
@@ -153,6 +157,7 @@ fn large_tensors_go_in_parts_and_every_rank_reads_some_of_them() {
             let probe = Arc::new(Probe::new(reader(&storage)));
             let reader = ParallelReader::new(Arc::clone(&probe) as _, Arc::clone(&group))
                 .exchange(exchange)
+                .sharing(ReadSharing::Always)
                 .in_flight(1);
             block_on(Loader::new().group(group).load(&mut state, &reader)).unwrap();
             assert!(same(&state, &one("w", counting_whole(&shape, 9))));
@@ -190,7 +195,9 @@ proptest! {
         let results = on_ranks(u32::try_from(boxes.len()).unwrap(), |rank, group| {
             let mine: Vec<Region> = boxes[rank as usize].iter().map(region).collect();
             let probe = Arc::new(Probe::new(reader(&storage)));
-            let shared = ParallelReader::new(Arc::clone(&probe) as _, group).exchange(exchange);
+            let shared = ParallelReader::new(Arc::clone(&probe) as _, group)
+                .exchange(exchange)
+                .sharing(ReadSharing::Always);
             let metadata = block_on(shared.metadata())?;
             // Boxes of one rank may cover each other: each is a shard of its own.
             let wanted = Boxes::new(&mine);
@@ -303,7 +310,8 @@ fn errors_name_ranks_as_the_whole_job_does() {
             true => Arc::new(Failing { inner: reader(&storage), metadata: false }) as _,
             false => reader(&storage),
         };
-        let reader = ParallelReader::new(inner, replicas).world_rank(rank);
+        let reader =
+            ParallelReader::new(inner, replicas).world_rank(rank).sharing(ReadSharing::Always);
         block_on(Loader::new().group(world).load(&mut blank(0, 1), &reader)).map(|_| ())
     });
     for result in results {

@@ -8,8 +8,8 @@ use dcp_core::{
 use dcp_engine::{SaveSummary, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter, FileLayout, Zstd};
 use dcp_planner::{DedupPolicy, DefaultSavePlanner};
+use dcp_testing::CountingCollective;
 
-use crate::counting_collective::Counting;
 use crate::harness::{block_on, counting, holds_sample, memory, on_ranks, rows, sample};
 
 #[test]
@@ -223,7 +223,7 @@ fn a_save_of_unchanged_structure_plans_in_64_bytes_for_each_rank() {
         tensors.collect::<StateDict>()
     };
     let calls = on_ranks(3, |rank, group| {
-        let group = Arc::new(Counting::new(group));
+        let group = Arc::new(CountingCollective::new(group));
         let saver = Saver::new().group(Arc::clone(&group) as _);
         [0, 1].map(|step| {
             let writer = DcpWriter::new(Arc::clone(&places[step]));

@@ -12,7 +12,8 @@ use dcp_engine::Loader;
 use dcp_formats::dcp::DcpReader;
 use dcp_megatron::MegatronError;
 use dcp_megatron::parallel::{
-    DistributionOrigin, Exchange, ParallelReader, ParallelSave, Redistribution, ShareRule,
+    DistributionOrigin, Exchange, ParallelReader, ParallelSave, ReadSharing, Redistribution,
+    ShareRule,
 };
 use dcp_megatron::sharded::{LocalTensor, ShardedTensor};
 
@@ -344,8 +345,10 @@ fn replicas_read_a_real_checkpoint_once_among_them() {
         on_mesh(2, 2, |mesh| {
             let mine = counted[mesh.tp_rank as usize].clone();
             let inner = Arc::new(DcpReader::new(Arc::new(mine)));
-            let reader =
-                ParallelReader::new(inner, mesh.replicas).world_rank(mesh.rank).exchange(exchange);
+            let reader = ParallelReader::new(inner, mesh.replicas)
+                .sharing(ReadSharing::Always)
+                .world_rank(mesh.rank)
+                .exchange(exchange);
             let mut state = request(mesh.tp_rank);
             block_on(Loader::new().group(mesh.world).load(&mut state, &reader)).unwrap();
             let expected = Value::Dict(alone[mesh.tp_rank as usize].0.clone());

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dcp_core::value::Dict;
 use dcp_core::{Collective, DType, Region, Storage, Value};
-use dcp_megatron::parallel::ParallelReader;
+use dcp_megatron::parallel::{ParallelReader, ReadSharing};
 use dcp_megatron::sharded::{LocalTensor, ShardedStateDict, ShardedTensor};
 use dcp_megatron::{
     Loaded, MegatronBackgroundSaver, MegatronError, MegatronForm, MegatronLoadOptions,
@@ -79,7 +79,11 @@ fn replicas_share_what_they_read() {
             let mut options = MegatronLoadOptions::new().group(Arc::clone(&mesh.world));
             if shared {
                 options = options.reader(move |inner| {
-                    Arc::new(ParallelReader::new(inner, Arc::clone(&replicas)).world_rank(rank))
+                    Arc::new(
+                        ParallelReader::new(inner, Arc::clone(&replicas))
+                            .sharing(ReadSharing::Always)
+                            .world_rank(rank),
+                    )
                 });
             }
             let loaded = block_on(load(&request, &storage, &options)).unwrap();

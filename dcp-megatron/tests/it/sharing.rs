@@ -7,7 +7,7 @@ use dcp_collectives::LocalGroup;
 use dcp_conformance::CountingStorage;
 use dcp_core::error::Phase;
 use dcp_core::{CheckpointError, Collective, DType, HostMemory, Key, Storage, TensorView, Value};
-use dcp_megatron::parallel::ParallelReader;
+use dcp_megatron::parallel::{ParallelReader, ReadSharing};
 use dcp_megatron::sharded::{ShardedStateDict, ShardedTensor};
 use dcp_megatron::{
     MegatronError, MegatronForm, MegatronLoadOptions, MegatronSaveOptions, load, save,
@@ -24,9 +24,9 @@ fn replicas(n: u32) -> Vec<Arc<dyn Collective>> {
 
 fn shared(group: Arc<dyn Collective>, replicas: &Arc<dyn Collective>) -> MegatronLoadOptions {
     let replicas = Arc::clone(replicas);
-    MegatronLoadOptions::new()
-        .group(group)
-        .reader(move |inner| Arc::new(ParallelReader::new(inner, Arc::clone(&replicas))))
+    MegatronLoadOptions::new().group(group).reader(move |inner| {
+        Arc::new(ParallelReader::new(inner, Arc::clone(&replicas)).sharing(ReadSharing::Always))
+    })
 }
 
 fn weight(rank: u64, byte: u8) -> ShardedStateDict {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dcp_conformance::FaultStorage;
 use dcp_core::{CheckpointError, DType, HostMemory, Storage, TensorView};
-use dcp_megatron::parallel::{Exchange, ParallelReader, ParallelSave, ShareRule};
+use dcp_megatron::parallel::{Exchange, ParallelReader, ParallelSave, ReadSharing, ShareRule};
 use dcp_megatron::sharded::{ShardedStateDict, ShardedTensor};
 use dcp_megatron::{
     AsyncCallsQueue, AsyncRequest, MegatronBackgroundSaver, MegatronError, MegatronLoadOptions,
@@ -29,7 +29,8 @@ fn load_together(storage: &Arc<dyn Storage>, exchange: Exchange) -> Vec<u64> {
             .group(Arc::clone(&mesh.world))
             .strict(StrictHandling::RaiseUnexpected)
             .reader(move |inner| {
-                let reader = ParallelReader::new(inner, Arc::clone(&replicas));
+                let reader =
+                    ParallelReader::new(inner, Arc::clone(&replicas)).sharing(ReadSharing::Always);
                 Arc::new(reader.world_rank(rank).exchange(exchange))
             });
         let loaded = block_on(load(&request, storage, &options)).unwrap();
@@ -102,7 +103,11 @@ fn a_replica_that_cannot_read_fails_the_load_on_all_ranks() {
             let (rank, replicas) = (mesh.rank, Arc::clone(&mesh.replicas));
             let options =
                 MegatronLoadOptions::new().group(mesh.world.clone()).reader(move |inner| {
-                    Arc::new(ParallelReader::new(inner, Arc::clone(&replicas)).world_rank(rank))
+                    Arc::new(
+                        ParallelReader::new(inner, Arc::clone(&replicas))
+                            .sharing(ReadSharing::Always)
+                            .world_rank(rank),
+                    )
                 });
             let request = model(at(&mesh), Fill::Zeros);
             block_on(load(&request, &mine, &options)).map(|_| ())

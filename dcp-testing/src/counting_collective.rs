@@ -7,24 +7,27 @@ use dcp_core::{Collective, CollectiveError};
 
 /// A collective that counts what this rank sends and receives, call by call.
 #[derive(Debug)]
-pub(crate) struct Counting {
+pub struct CountingCollective {
     inner: Arc<dyn Collective>,
     calls: Mutex<Vec<(&'static str, usize)>>,
     cut: Option<usize>,
 }
 
-impl Counting {
-    pub(crate) fn new(inner: Arc<dyn Collective>) -> Self {
+impl CountingCollective {
+    /// Counts the calls to `inner`.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Collective>) -> Self {
         Self { inner, calls: Mutex::default(), cut: None }
     }
 
     /// Cuts the last byte off what this rank sends in call number `call`, a gather.
-    pub(crate) fn cut(self, call: usize) -> Self {
+    #[must_use]
+    pub fn cut(self, call: usize) -> Self {
         Self { cut: Some(call), ..self }
     }
 
     /// The calls since the last time, and their bytes.
-    pub(crate) fn take(&self) -> Vec<(&'static str, usize)> {
+    pub fn take(&self) -> Vec<(&'static str, usize)> {
         std::mem::take(&mut *self.calls.lock().unwrap())
     }
 
@@ -33,7 +36,7 @@ impl Counting {
     }
 }
 
-impl Collective for Counting {
+impl Collective for CountingCollective {
     fn rank(&self) -> u32 {
         self.inner.rank()
     }

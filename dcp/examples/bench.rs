@@ -13,8 +13,9 @@
 //! - `save-one DIR`: one tensor of 1 GiB. `slice DIR rows|columns`: the part of rank 37 of 64 of it;
 //!   `slice-plain FILE rows|columns` as many bytes at the same distances by plain system calls on all
 //!   cores, the limit.
-//! - `load-replicas DIR RANKS WAY GROUP`: every rank, a thread, loads the same tensors. WAY is `alone`,
-//!   `shared` or `auto`; GROUP is `memory` or `tcp`.
+//! - `load-replicas DIR RANKS WAY GROUP`: every rank, a thread, loads the same tensors; `load-shards` other
+//!   rows of them. WAY is `alone`, `shared` or `auto`, a `Checkpointer` without options; GROUP is `memory`
+//!   or `tcp`.
 #![allow(clippy::print_stdout, reason = "a program that prints")]
 
 use std::error::Error;
@@ -28,8 +29,8 @@ use std::time::{Duration, Instant};
 use dcp::collectives::{LocalGroup, TcpConfig};
 use dcp::core::checkpoint::ReadReport;
 use dcp::core::{Collective, HostMemory, Shard};
-use dcp::engine::{ParallelReader, ReadSharing};
-use dcp::formats::dcp::{DcpReader, DcpWriter};
+use dcp::engine::ReadSharing;
+use dcp::formats::dcp::DcpWriter;
 use dcp::{Checkpointer, DType, Region, StateDict, Tensor, Value};
 
 type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
@@ -110,13 +111,10 @@ fn main() -> Result {
             (time, Some(ReadReport::new(needed, bytes)))
         }
         ["slice-plain", file, by] => (slice_plain(file, by == "rows")?, None),
-        ["load-replicas", dir, ranks, way, group] => {
-            let way = match way {
-                "alone" => ReadSharing::Never,
-                "shared" => ReadSharing::Always,
-                _ => ReadSharing::Auto,
-            };
-            let (time, read) = load_replicas(dir, ranks.parse()?, way, group == "tcp")?;
+        [what @ ("load-replicas" | "load-shards"), dir, ranks, way, group] => {
+            let ranks = ranks.parse()?;
+            let shards = if what == "load-shards" { ranks } else { 1 };
+            let (time, read) = load_ranks(dir, (ranks, shards), way, group == "tcp")?;
             (time, Some(read))
         }
         _ => return Err("see the comment at the top of this example".into()),
@@ -247,20 +245,21 @@ fn slice_plain(file: &str, by_rows: bool) -> Result<Duration> {
 }
 
 /// The time of the slowest rank, and what all ranks needed and read from the storage.
-fn load_replicas(
+fn load_ranks(
     dir: &str,
-    ranks: u32,
-    way: ReadSharing,
+    (ranks, shards): (u32, u32),
+    way: &str,
     tcp: bool,
 ) -> Result<(Duration, ReadReport)> {
     type RankResult = std::result::Result<(Duration, ReadReport), Box<dyn Error + Send + Sync>>;
     let load = |group: Arc<dyn Collective>| -> RankResult {
-        let replicas = Arc::clone(&group);
-        let checkpointer = Checkpointer::new().group(Arc::clone(&group)).reader(move |storage| {
-            let reader = Arc::new(DcpReader::new(storage));
-            ParallelReader::new(reader, Arc::clone(&replicas)).sharing(way)
-        });
-        let mut state = rows(REPLICATED, 0, 1)?;
+        let checkpointer = Checkpointer::new().group(Arc::clone(&group));
+        let checkpointer = match way {
+            "alone" => checkpointer.read_sharing(ReadSharing::Never),
+            "shared" => checkpointer.read_sharing(ReadSharing::Always),
+            _ => checkpointer,
+        };
+        let mut state = rows(REPLICATED, group.rank() % shards, shards)?;
         group.barrier()?;
         let start = Instant::now();
         let summary = checkpointer.load(&mut state, dir).blocking()?;

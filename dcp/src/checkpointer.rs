@@ -17,11 +17,13 @@ use dcp_core::{
     StorageWriter,
 };
 use dcp_engine::{
-    BackgroundSaver, Casts, CheckpointObserver, LoadMode, LoadSummary, Loader, SaveHandle,
-    SaveSummary, Saver, Stager, WhenBusy,
+    BackgroundSaver, Casts, CheckpointObserver, LoadMode, LoadSummary, Loader, ReadSharing,
+    SaveHandle, SaveSummary, Saver, Stager, WhenBusy,
 };
 use dcp_formats::dcp::DcpWriter;
 use dcp_planner::FlattenRule;
+
+use self::open::Opened;
 
 type MakeWriter = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageWriter> + Send + Sync;
 type MakeReader = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageReader> + Send + Sync;
@@ -80,6 +82,7 @@ pub struct Checkpointer {
     notes_steps: bool,
     /// `None` for the default one.
     reader: Option<Arc<MakeReader>>,
+    sharing: ReadSharing,
 }
 
 impl Default for Checkpointer {
@@ -110,6 +113,7 @@ impl Checkpointer {
             writer: Arc::new(|storage| Arc::new(DcpWriter::new(storage))),
             notes_steps: true,
             reader: None,
+            sharing: ReadSharing::default(),
         }
     }
 
@@ -270,19 +274,6 @@ impl Checkpointer {
     {
         self.writer = Arc::new(move |storage| Arc::new(make(storage)));
         self.notes_steps = false;
-        self
-    }
-
-    /// Reads through another [`StorageReader`], such as a
-    /// [`ParallelReader`](dcp_engine::ParallelReader) that shares reads among replicas.
-    #[must_use]
-    #[doc(alias = "storage_reader")]
-    pub fn reader<R, F>(mut self, make: F) -> Self
-    where
-        R: StorageReader + 'static,
-        F: Fn(Arc<dyn Storage>) -> R + Send + Sync + 'static,
-    {
-        self.reader = Some(Arc::new(move |storage| Arc::new(make(storage))));
         self
     }
 
@@ -465,7 +456,8 @@ impl<'a, S: Stateful + Send + ?Sized> IntoFuture for Load<'a, S> {
             with.background.settled().await;
             let loader = with.loader.clone().mode(mode);
             match with.open_reader(&url).await {
-                Ok(reader) => loader.load_stateful(state, &*reader).await,
+                Ok(Opened::Any(reader)) => loader.load_stateful(state, &*reader).await,
+                Ok(Opened::Shared(reader)) => loader.load_shared(state, &reader).await,
                 Err(error) => Err(loader.fail(error).await),
             }
         })

@@ -21,7 +21,7 @@ use crate::{
 
 const ROUNDS: usize = 5;
 const STARTS: usize = 9;
-/// Ranks that load the same tensors.
+/// Ranks that load together.
 const REPLICAS: &str = "8";
 /// Ranks that save to one disk.
 const WRITERS: [u32; 3] = [2, 4, 8];
@@ -178,24 +178,27 @@ impl Bench {
             limit: limits(limit, limit_direct),
         });
         for group in ["memory", "tcp"] {
-            self.replicas((place, cold), &ours, group, &evict, rows)?;
+            for what in ["replicas", "shards"] {
+                self.ranks(what, (place, cold), (&ours, group), &evict, rows)?;
+            }
         }
         Ok(())
     }
 
-    /// Loads of the same tensors by the threads of one process, in the ways that there are.
-    fn replicas(
+    /// Loads of the same tensors, or of other rows of them, by the threads of one process, in the ways
+    /// that there are.
+    fn ranks(
         &self,
+        loaded: &str,
         (place, cold): (&str, bool),
-        saved: &Path,
-        group: &str,
+        (saved, group): (&Path, &str),
         evict: &dyn Fn(&Path) -> Result,
         rows: &mut Vec<Row>,
     ) -> Result {
         let read = Cell::new([f64::NAN; 3]);
         let load = |at: usize, way: &str| {
             evict(saved)?;
-            let report = self.rust("load-replicas", saved, &[REPLICAS, way, group])?;
+            let report = self.rust(&format!("load-{loaded}"), saved, &[REPLICAS, way, group])?;
             let number = |field| report.get(field).and_then(Value::as_f64).unwrap_or(f64::NAN);
             let of_rank = number("bytes_needed") / REPLICAS.parse::<f64>()?;
             let mut ratios = read.get();
@@ -206,10 +209,13 @@ impl Bench {
         let [alone, shared, chosen] =
             rounds([&|| load(0, "alone"), &|| load(1, "shared"), &|| load(2, "auto")])?;
         let [read_alone, read_shared, read_chosen] = read.get();
+        let of_each = if loaded == "shards" { 512 / REPLICAS.parse::<u32>()? } else { 512 };
         let cold = if cold { " with the page cache dropped," } else { "" };
         let row = |seconds: f64, ratio: f64| format!("{seconds:.2} s, reads {ratio:.2} ×");
         rows.push(Row {
-            what: format!("{REPLICAS} replicas load 512 MiB,{cold} {place}, group over {group}"),
+            what: format!(
+                "{REPLICAS} {loaded} load {of_each} MiB,{cold} {place}, group over {group}"
+            ),
             ours: format!(
                 "each {}; shared {}; `Auto` {}",
                 row(alone, read_alone),

@@ -3,12 +3,48 @@
 use std::sync::Arc;
 
 use dcp_core::registry::{Access, StorageRegistry};
-use dcp_core::{CheckpointError, StorageReader, StorageWriter};
+use dcp_core::{CheckpointError, Storage, StorageReader, StorageWriter};
+use dcp_engine::{ParallelReader, ReadSharing};
 use dcp_formats::dcp::DcpReader;
 
 use super::Checkpointer;
 
+/// What a load reads through.
+pub(super) enum Opened {
+    Any(Arc<dyn StorageReader>),
+    Shared(ParallelReader),
+}
+
 impl Checkpointer {
+    /// Reads through another [`StorageReader`], such as a [`ParallelReader`] with options, which then
+    /// replaces [`read_sharing`](Self::read_sharing).
+    #[must_use]
+    #[doc(alias = "storage_reader")]
+    pub fn reader<R, F>(mut self, make: F) -> Self
+    where
+        R: StorageReader + 'static,
+        F: Fn(Arc<dyn Storage>) -> R + Send + Sync + 'static,
+    {
+        self.reader = Some(Arc::new(move |storage| Arc::new(make(storage))));
+        self
+    }
+
+    /// Whether the ranks of the group share their reads; [`ReadSharing::Auto`] by default. The same on
+    /// all ranks; without effect on a [`reader`](Self::reader) of the caller.
+    ///
+    /// - `Auto`: ranks that need the same tensors, as the replicas of data parallelism do, share them where
+    ///   that is expected to be faster ([`ParallelReader::replicas_only`]). Each rank sends 40 bytes to
+    ///   find its replicas; where there are none, every rank reads what it needs.
+    /// - `Always`: of tensors and objects, what any two ranks need is read once, as by a [`ParallelReader`].
+    /// - `Never`: every rank reads what it needs, and sends nothing for that.
+    ///
+    /// Every rank reads the index. The ranks of several replica groups receive what all groups share. For many groups, give each a
+    /// [`ParallelReader`] in a collective of its own, by [`reader`](Self::reader).
+    #[must_use]
+    pub fn read_sharing(self, sharing: ReadSharing) -> Self {
+        Self { sharing, ..self }
+    }
+
     pub(super) async fn open_writer(
         &self,
         url: &str,
@@ -49,17 +85,22 @@ impl Checkpointer {
         async move { Ok(writer(storages.open(&url, Access::Write).await?)) }
     }
 
-    pub(super) async fn open_reader(
-        &self,
-        url: &str,
-    ) -> Result<Arc<dyn StorageReader>, CheckpointError> {
+    pub(super) async fn open_reader(&self, url: &str) -> Result<Opened, CheckpointError> {
         let storage = self.traced_storages().open(url, Access::Read).await?;
-        Ok(match &self.reader {
-            Some(make) => make(storage),
-            // The ranks of a group would each read the sidecar.
-            None => {
-                Arc::new(DcpReader::builder(storage).compare_saved(self.group.is_none()).build())
-            }
+        if let Some(make) = &self.reader {
+            return Ok(Opened::Any(make(storage)));
+        }
+        // The ranks of a group would each read the sidecar.
+        let reader = DcpReader::builder(storage).compare_saved(self.group.is_none()).build();
+        let shares = self.sharing != ReadSharing::Never;
+        Ok(match &self.group {
+            Some(group) if group.world_size() > 1 && shares => Opened::Shared(
+                ParallelReader::new(Arc::new(reader), Arc::clone(group))
+                    .sharing(self.sharing)
+                    .replicas_only(self.sharing == ReadSharing::Auto)
+                    .index_per_rank(true),
+            ),
+            _ => Opened::Any(Arc::new(reader)),
         })
     }
 }

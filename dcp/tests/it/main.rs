@@ -17,6 +17,7 @@ mod mapping;
 #[cfg(feature = "megatron")]
 mod megatron;
 mod ranks;
+mod replicas;
 mod sockets;
 #[path = "../support/state.rs"]
 mod state;

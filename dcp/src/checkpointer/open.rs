@@ -38,8 +38,8 @@ impl Checkpointer {
     /// - `Always`: of tensors and objects, what any two ranks need is read once, as by a [`ParallelReader`].
     /// - `Never`: every rank reads what it needs, and sends nothing for that.
     ///
-    /// Every rank reads the index. The ranks of several replica groups receive what all groups share. For many groups, give each a
-    /// [`ParallelReader`] in a collective of its own, by [`reader`](Self::reader).
+    /// Every rank reads the index. The ranks of several groups of replicas receive what all groups share. For
+    /// many groups, give each a [`ParallelReader`] in a collective of its own, by [`reader`](Self::reader).
     #[must_use]
     pub fn read_sharing(self, sharing: ReadSharing) -> Self {
         Self { sharing, ..self }

@@ -3,8 +3,8 @@
 //! `bench_sharing LAYOUT RANKS TENSORS`: this process is rank 0, which also divides reads, and the messages
 //! of the others are made up from its own. LAYOUT is `sharded`, where each rank needs other rows,
 //! `replicated`, where all need the same, or `hybrid`, where each 512th does. Prints a line of JSON.
-//! `valgrind --tool=callgrind --collect-atstart=no --toggle-collect='*bench_sharing*measured*'` counts
-//! instructions.
+//! `valgrind --tool=callgrind --collect-atstart=no --toggle-collect='*ParallelReader*choose*'` counts the
+//! instructions of the decision alone.
 #![allow(clippy::print_stdout, reason = "a program that prints")]
 
 use std::error::Error;

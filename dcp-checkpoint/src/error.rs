@@ -312,6 +312,13 @@ impl From<ConvertError> for Error {
                             take all with --everything";
                 (ErrorKind::Undecided, Some(hint.to_owned()))
             }
+            ConvertError::NothingSelected { ref unmatched, .. } => {
+                let hint = match unmatched.iter().find_map(|one| one.nearest.as_ref()) {
+                    Some(nearest) => format!("did you mean {}?", Quoted(nearest)),
+                    None => "`dcp inspect` lists the names there are".to_owned(),
+                };
+                (ErrorKind::InvalidOption, Some(hint))
+            }
             ConvertError::TargetExists { .. } => {
                 (ErrorKind::TargetExists, Some("pass --overwrite to replace it".to_owned()))
             }

@@ -57,7 +57,7 @@ impl Keys {
     }
 
     /// Takes this part of a training state; by default what the format usually gets, and
-    /// everything where keys are named.
+    /// everything where keys are [included](Self::include) by name.
     #[must_use]
     pub fn part(mut self, part: impl Into<Option<StatePart>>) -> Self {
         self.part = part.into();
@@ -80,8 +80,7 @@ impl Keys {
 
     /// The selection; `usual` is the part of a training state that is taken when none is chosen.
     pub(crate) fn selection(&self, usual: StatePart) -> Selection {
-        let names_keys = !self.include.is_empty() || !self.renames.is_empty() || self.map.is_some();
-        let usual = if names_keys { StatePart::Everything } else { usual };
+        let usual = if self.include.is_empty() { usual } else { StatePart::Everything };
         let mut selection = Selection::all().with_part(self.part.unwrap_or(usual));
         if !self.include.is_empty() {
             selection = selection.with_include(KeyFilter::any_of(&self.include));

@@ -6,6 +6,7 @@ use dcp_core::text::{Message, Quoted};
 use dcp_core::{CheckpointError, FormatError, PlanError, StorageError};
 
 use crate::foreign_callable::ForeignCallable;
+use crate::keys::unmatched::UnmatchedPattern;
 
 /// An offline job failed, or refused its input before it wrote anything.
 #[derive(Debug, thiserror::Error)]
@@ -55,6 +56,14 @@ pub enum ConvertError {
     UnknownPart {
         /// Which part, and the keys that are ambiguous.
         problem: String,
+    },
+    /// A selection takes no key.
+    #[error("the selection leaves nothing of {of}{}", without_match(.unmatched))]
+    NothingSelected {
+        /// The checkpoint, or both.
+        of: String,
+        /// The patterns that match no key.
+        unmatched: Vec<UnmatchedPattern>,
     },
     /// The objects to write name Python functions or classes that are not known to be harmless and
     /// that [`JobOptions::callables`](crate::JobOptions::callables) does not allow. Python would
@@ -182,6 +191,15 @@ impl From<FormatError> for ConvertError {
 
 fn in_words(found: &[ForeignCallable]) -> Vec<String> {
     found.iter().map(ToString::to_string).collect()
+}
+
+fn without_match(unmatched: &[UnmatchedPattern]) -> String {
+    let patterns = unmatched.iter().map(|one| Quoted(&one.pattern).to_string());
+    let patterns: Vec<_> = patterns.collect();
+    match &*patterns {
+        [] => String::new(),
+        patterns => format!(": no name matches {}", patterns.join(" or ")),
+    }
 }
 
 fn first_of(problems: &[String]) -> String {

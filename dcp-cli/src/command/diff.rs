@@ -184,17 +184,6 @@ pub(crate) fn diff(args: &Diff, session: &Session) -> Result<(), Failure> {
     if !session.is_coordinator() {
         return Ok(());
     }
-    let (a, b) = (report.compared.keys_a, report.compared.keys_b);
-    if a + b == 0 && !args.include.is_empty() {
-        let globs: Vec<_> = args.include.iter().map(|glob| format!("{glob:?}")).collect();
-        let hint = match report.unmatched.iter().find_map(|one| one.nearest.as_ref()) {
-            Some(nearest) => format!("did you mean {nearest:?}?"),
-            None => "names are matched as --strip and --rename leave them".to_owned(),
-        };
-        return Err(
-            Failure::new(Exit::Usage, format!("no name matches {}", globs.join(" or "))).hint(hint)
-        );
-    }
     if args.json {
         out.json(&report)?;
     } else if !out.quiet {

@@ -142,14 +142,6 @@ pub(crate) fn stats(args: &Stats, session: &Session) -> Result<(), Failure> {
     if !session.is_coordinator() {
         return Ok(());
     }
-    if report.tensors.is_empty() && report.objects.count == 0 && !args.filter.is_empty() {
-        let globs: Vec<_> = args.filter.iter().map(|glob| format!("{glob:?}")).collect();
-        return Err(Failure::new(Exit::Usage, format!("no name matches {}", globs.join(" or ")))
-            .hint(match report.unmatched.iter().find_map(|one| one.nearest.as_ref()) {
-                Some(nearest) => format!("did you mean {nearest:?}?"),
-                None => "`dcp inspect` lists the names there are".to_owned(),
-            }));
-    }
     let failed = args.fail_on.iter().any(|what| report.has((*what).into()));
     arrange(args, &mut report);
     if args.json {

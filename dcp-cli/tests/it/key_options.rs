@@ -110,7 +110,7 @@ fn patterns_that_match_nothing_are_named_with_the_nearest_key() {
     // Where nothing is left, it is an error.
     let nothing = ["--include=model.nrom"];
     let near = "did you mean \"model.norm\"?";
-    dcp(["convert", source, &file, nothing[0], "--overwrite"]).fails(2, &[said[0]]);
+    dcp(["convert", source, &file, nothing[0], "--overwrite"]).fails(2, &[near]);
     dcp(["stats", source, "--filter=model.nrom"]).fails(2, &[near]);
     dcp(["diff", source, source, nothing[0]]).fails(2, &[near]);
     dcp(["inspect", source, "--filter=model.nrom.*"]).fails(2, &["did you mean \"model.norm."]);
@@ -171,6 +171,79 @@ fn optimizers_are_left_out_wherever_they_are() {
         dcp(["convert", &source, &at("all"), "--to=hf", "--everything"]).ok();
         assert!(keys(&at("all")).len() > weights.len(), "{state}");
     }
+}
+
+/// Composer and LLM Foundry keep the model and the optimizers in a dict `state`.
+#[test]
+fn the_model_is_found_below_an_outer_root() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let source = "../torch_save/states/app.pt";
+    let renames = ["--rename=s/^app.optim/state.optimizers.Adam/", "--rename=s/^app/state/"];
+    for name in ["composer.pt", "composer"] {
+        dcp(["convert", source, &at(name)]
+            .iter()
+            .chain(&renames)
+            .chain(&["--to=dcp"][..usize::from(name == "composer")]))
+        .ok();
+        let diff = dcp(["diff", source, &at(name), "--model-only", "--json"]).json();
+        assert_eq!((&diff["equal"], &diff["compared"]["tensors"]), (&json!(true), &json!(4)));
+        dcp(["convert", &at(name), &at("hf"), "--to=hf", "--overwrite"]).ok();
+        let mut found = keys(&at("hf"));
+        found.sort();
+        assert_eq!(found, ["0.bias", "0.weight", "2.bias", "2.weight"]);
+    }
+}
+
+/// A new name does not change what is selected.
+#[test]
+fn renames_leave_the_choice_of_the_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = path(&folder, "hf");
+    let source = "../torch_save/states/app.pt";
+    dcp(["convert", source, &target, "--to=hf", r"--rename=s/^2\./head./"]).ok();
+    let mut found = keys(&target);
+    found.sort();
+    assert_eq!(found, ["0.bias", "0.weight", "head.bias", "head.weight"]);
+}
+
+/// What compares or writes nothing is no success.
+#[test]
+fn every_command_refuses_a_selection_that_takes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let (source, only, out) = ("../torch_save/states/app.pt", at("only.pt"), at("out"));
+    dcp(["convert", source, &only, "--include=app.optim"]).ok();
+    let dcp_form = at("only");
+    dcp(["convert", &only, &dcp_form, "--to=dcp"]).ok();
+    for command in [
+        &["convert", &only, &out, "--to=dcp", "--no-optimizer"][..],
+        &["convert", &only, &out, "--to=hf"],
+        &["convert", &only, &out, "--to=dcp", "--exclude=*"],
+        &["diff", &only, &only, "--no-optimizer"],
+        &["diff", &only, &only, "--model-only"],
+        &["diff", &only, &only, "--exclude=app"],
+        &["reshard", &dcp_form, &out, "-n2", "--no-optimizer"],
+        &["average", &only, &only, "--out", &out, "--to=dcp", "--no-optimizer"],
+        &["merge", &only, &only, "--identical", "--out", &out, "--to=dcp", "--no-optimizer"],
+        &["stats", &only, "--filter=nothing"],
+    ] {
+        dcp(command).fails(2, &["the selection leaves nothing of "]);
+        assert!(!folder.path().join("out").exists(), "{command:?}");
+    }
+}
+
+/// A renamed key stays in its dict.
+#[test]
+fn renames_leave_nested_dicts_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = path(&folder, "x.pt");
+    let source = "../torch_save/states/app.pt";
+    dcp(["convert", source, &target, r"--rename=s/\.2\.bias$/.last/"]).ok();
+    let diff = dcp(["diff", source, &target, "--model-only", "--json"]);
+    let model: Value = serde_json::from_str(&diff.stdout).unwrap();
+    assert_eq!(model["counts"]["only_in_b"], json!(1));
+    dcp(["get", &target, "app.model.last"]).ok();
 }
 
 #[test]

@@ -43,7 +43,8 @@ pub enum StatePart {
     WithoutOptimizer,
     /// The model alone, under the names of its own code. If the state dict has a `model` (or
     /// `model_state_dict`, `state_dict`, `module`) at its root or below, as in `app.model`: the
-    /// contents of that dict, without its prefix. Otherwise all keys but the optimizer's.
+    /// contents of that dict, without its prefix. Otherwise all keys but the optimizer's and what a
+    /// trainer keeps next to a model, such as `train_state`, `lr_scheduler` or `ema`.
     Model,
 }
 
@@ -104,7 +105,7 @@ impl Selection {
     /// # Errors
     ///
     /// When the mapping names keys that do not exist, or two keys get one name; the error lists all
-    /// of them. When a part is selected that cannot be identified.
+    /// of them. When a part is selected that cannot be identified, or that several keys may be.
     pub fn of(&self, metadata: &CheckpointMetadata) -> Result<Vec<Chosen>, ConvertError> {
         let unknown: Vec<&str> =
             self.mapping.keys().map(String::as_str).filter(|k| metadata.get(k).is_none()).collect();
@@ -116,15 +117,24 @@ impl Selection {
             StatePart::Everything => None,
             _ => Some(Parts::of(metadata)),
         };
-        let model_root = match self.part {
-            StatePart::Model => parts.as_ref().and_then(|parts| parts.model.as_deref()),
+        let model_root = match (self.part, &parts) {
+            (StatePart::Model, Some(parts)) => self.model_root(parts, metadata)?,
             _ => None,
         };
         let mut chosen = Vec::new();
         let mut suspicious: Vec<&str> = Vec::new();
         for (entry, (fqn, value)) in metadata.iter().enumerate() {
             let path = value.path();
-            if !self.takes(fqn, path, parts.as_ref(), model_root) {
+            if !self.selects(fqn, path) {
+                continue;
+            }
+            let in_part = match (model_root, &parts) {
+                (Some(model), _) => below(model, fqn).is_some(),
+                (None, Some(parts)) if self.part == StatePart::Model => parts.is_model(fqn, value),
+                (None, Some(parts)) => !parts.is_optimizer(fqn),
+                (None, None) => true,
+            };
+            if !in_part {
                 continue;
             }
             if parts.is_some() && Parts::suspicious(fqn, value) {
@@ -203,21 +213,36 @@ impl Selection {
         Some(name)
     }
 
-    fn takes(
+    /// Whether the filters take a key.
+    fn selects(&self, fqn: &str, path: Option<&StatePath>) -> bool {
+        self.include.selects(fqn, path)
+            && !self.exclude.as_ref().is_some_and(|filter| filter.selects(fqn, path))
+    }
+
+    /// The prefix of the model, among the keys that the filters take.
+    fn model_root<'a>(
         &self,
-        fqn: &str,
-        path: Option<&StatePath>,
-        parts: Option<&Parts>,
-        model_root: Option<&str>,
-    ) -> bool {
-        let by_name = self.include.selects(fqn, path)
-            && !self.exclude.as_ref().is_some_and(|filter| filter.selects(fqn, path));
-        by_name
-            && match (model_root, parts) {
-                (Some(model), _) => below(model, fqn).is_some(),
-                (None, Some(parts)) => !parts.is_optimizer(fqn),
-                (None, None) => true,
-            }
+        parts: &'a Parts,
+        metadata: &CheckpointMetadata,
+    ) -> Result<Option<&'a str>, ConvertError> {
+        let selected = metadata.iter().filter(|(fqn, entry)| self.selects(fqn, entry.path()));
+        parts.model(selected.map(|(fqn, _)| &**fqn)).map_err(|candidates| {
+            let names: Vec<_> = candidates.iter().map(|name| format!("{name:?}")).collect();
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            let problem = format!(
+                "each of {} may be the model; --model-only with --include takes one of them",
+                list(&names)
+            );
+            ConvertError::UnknownPart { problem }
+        })
+    }
+
+    /// The error of a selection that takes no key of `what`.
+    pub(crate) fn nothing(&self, names: &CheckpointMetadata, what: &str) -> ConvertError {
+        ConvertError::NothingSelected {
+            of: what.to_owned(),
+            unmatched: self.unmatched_filters(names),
+        }
     }
 }
 
@@ -241,14 +266,32 @@ fn root<'a>(fqn: &'a str, path: Option<&'a StatePath>) -> &'a str {
     }
 }
 
-/// The path of a renamed key: the remaining steps of the old path if the name lost its first steps,
-/// a single step otherwise.
+/// The path of a renamed key. The steps before and after the part of the name that changes remain, so
+/// that the key stays in its dict, unless the dict itself gets another name.
 fn renamed_path(path: Option<&StatePath>, name: &str) -> Option<StatePath> {
     let path = path?;
-    let kept = (1..path.len()).map(|from| &path[from..]).find(|rest| {
-        matches!(rest.first(), Some(PathItem::Key(_))) && PathItem::flat_name(rest) == name
-    });
-    Some(kept.map_or_else(|| [PathItem::Key(name.into())].into(), Into::into))
+    let is_key = |step: Option<&PathItem>| matches!(step, Some(PathItem::Key(_)));
+    let lost = (1..path.len()).map(|from| &path[from..]);
+    let mut lost = lost.filter(|rest| is_key(rest.first()));
+    if let Some(rest) = lost.find(|rest| PathItem::flat_name(rest) == name) {
+        return Some(rest.into());
+    }
+    let before =
+        |len: &usize| name.strip_prefix(&PathItem::flat_name(&path[..*len]))?.strip_prefix('.');
+    let kept = (1..path.len()).rev().find_map(|len| Some((len, before(&len)?)));
+    let (kept, middle) = kept.unwrap_or((0, name));
+    let after =
+        |from: &usize| middle.strip_suffix(&PathItem::flat_name(&path[*from..]))?.strip_suffix('.');
+    let tail = (kept + 1..path.len()).find_map(|from| Some((from, after(&from)?)));
+    let (tail, middle) = tail.unwrap_or((path.len(), middle));
+    let replaced = &path[kept..tail];
+    let plain =
+        replaced.iter().all(|step| matches!(step, PathItem::Key(key) if !key.contains('.')));
+    let middle: Vec<PathItem> = match plain && middle.split('.').count() == replaced.len() {
+        true => middle.split('.').map(|step| PathItem::Key(step.into())).collect(),
+        false => vec![PathItem::Key(middle.into())],
+    };
+    Some(path[..kept].iter().cloned().chain(middle).chain(path[tail..].iter().cloned()).collect())
 }
 
 fn refuse_clashes(metadata: &CheckpointMetadata, chosen: &[Chosen]) -> Result<(), ConvertError> {
@@ -355,7 +398,13 @@ mod tests {
         let key = |key: &str| PathItem::Key(key.into());
         assert_eq!(path("s/^model.//"), [key("a"), key("b.c")]);
         assert_eq!(path("s/x/y/"), [key("model"), key("a"), key("b.c")]);
-        assert_eq!(path("s/a/z/"), [key("model.z.b.c")]);
+        // A key stays in its dict.
+        assert_eq!(path("s/a/z/"), [key("model"), key("z"), key("b.c")]);
+        assert_eq!(path("s/b.c/d/"), [key("model"), key("a"), key("d")]);
+        assert_eq!(path("s/c$/d/"), [key("model"), key("a"), key("b.d")]);
+        assert_eq!(path("s/^model.a/x.y/"), [key("x"), key("y"), key("b.c")]);
+        assert_eq!(path("s/^model.a/x/"), [key("x"), key("b.c")]);
+        assert_eq!(path("s/.*/x/"), [key("x")]);
     }
 
     #[test]

@@ -27,10 +27,7 @@ impl Selection {
         let (metadata, names) = (source.metadata().await?, source.names().await?);
         let chosen = self.in_source(source).await?;
         if chosen.is_empty() && !names.is_empty() {
-            let unmatched = self.unmatched_filters(&names);
-            let why: Vec<_> = unmatched.iter().map(|one| format!(": {}", one.message())).collect();
-            let problem = format!("leaves nothing of the checkpoint{}", why.concat());
-            return Err(ConvertError::invalid_option("the selection", problem));
+            return Err(self.nothing(&names, "the checkpoint"));
         }
         let mut values = self.renamed_params(source, &metadata, &chosen).await?;
         let mut view = Assembled::builder(std::slice::from_ref(source), job).await?;

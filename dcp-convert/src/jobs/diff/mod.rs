@@ -106,8 +106,8 @@ fn covers(include: &KeyFilter, exclude: Option<&KeyFilter>, name: &str) -> bool 
 ///
 /// # Errors
 ///
-/// When either is not a checkpoint, is inconsistent or damaged, or a storage fails. Damage is an
-/// error, never a difference.
+/// When either is not a checkpoint, is inconsistent or damaged, or a storage fails; when nothing is
+/// selected of both. Damage is an error, never a difference.
 pub async fn diff(
     a: &Source,
     b: &Source,
@@ -118,6 +118,10 @@ pub async fn diff(
     let a = Side::open(a, &what.a, what, options).await?;
     let b = Side::open(b, &what.b, what, options).await?;
     let unmatched = what.unmatched(&a, &b)?;
+    let is_empty = a.chosen.is_empty() && b.chosen.is_empty();
+    if is_empty && !(a.all.is_empty() && b.all.is_empty()) {
+        return Err(ConvertError::NothingSelected { of: "both checkpoints".to_owned(), unmatched });
+    }
     let report = DiffReport { unmatched, ..DiffReport::default() };
     let mut job = Job { what, a: &a, b: &b, report };
     let pairs = job.keys();

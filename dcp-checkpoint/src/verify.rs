@@ -1,8 +1,13 @@
 //! Checking that a checkpoint is whole.
 
+use std::collections::BTreeSet;
+
 use dcp_convert::JobOptions;
 use dcp_convert::integrity::{Problem, ProblemKind};
 use dcp_convert::jobs::verify::VerifyReport;
+use dcp_core::format::Place;
+use dcp_core::registry::Access;
+use dcp_formats::incomplete_files::{IncompleteFile, incomplete_files};
 use dcp_megatron::jobs::verify_opened;
 
 use crate::checkpoint::Checkpoint;
@@ -43,6 +48,25 @@ pub struct Verification<'a> {
     job: JobOptions,
 }
 
+impl Checkpoint {
+    /// The files in its folder and below that are not of the length that their own contents require.
+    async fn incomplete_files(&self) -> Result<Vec<IncompleteFile>, Error> {
+        // The trainer's state of OLMo-core is beside the folder that is opened, not in it.
+        let outer = self.look(&self.uri).await?;
+        let found = self.opener.formats.recognize(&outer.listing().root());
+        let is_step = found
+            .first()
+            .is_some_and(|best| best.found.is_checkpoint() && best.found.inner.is_some());
+        let place = if is_step { outer } else { self.look(&self.place).await? };
+        Ok(incomplete_files(&place).await?)
+    }
+
+    async fn look(&self, uri: &str) -> Result<Place, Error> {
+        let storage = self.opener.storages().open(uri, Access::Read).await?;
+        Ok(self.opener.look(uri, &storage).await?)
+    }
+}
+
 impl Verification<'_> {
     job_options!();
 
@@ -52,7 +76,8 @@ impl Verification<'_> {
         self
     }
 
-    /// Checks the checkpoint. Of Megatron-Core's, the optimizer's state is compared with the model;
+    /// Checks the checkpoint, and every file of safetensors or `torch.save` in its folder: a resume needs
+    /// the trainer's state too. Of Megatron-Core's, the optimizer's state is compared with the model;
     /// of one in a run, the tracker is checked.
     ///
     /// # Errors
@@ -68,6 +93,8 @@ impl Verification<'_> {
             }
             None => dcp_convert::verify(&checkpoint.source, self.deep, &self.job).await?,
         };
+        let found: BTreeSet<String> =
+            report.problems.iter().filter_map(|problem| problem.file.clone()).collect();
         let mut add = |kind, file: &str, message: String| {
             let mut problem = Problem::default();
             problem.kind = kind;
@@ -76,6 +103,14 @@ impl Verification<'_> {
             report.problems.push(problem);
             report.ok = false;
         };
+        if checkpoint.is_folder && self.job.is_coordinator() {
+            for IncompleteFile { file, problem, .. } in checkpoint.incomplete_files().await? {
+                // What the format itself has found says more.
+                if !found.contains(file.as_str()) {
+                    add(ProblemKind::ShortFile, file.as_str(), format!("the file {problem}"));
+                }
+            }
+        }
         if let Some(unfinished) = &checkpoint.unfinished {
             let note = read_all_the_same(unfinished);
             add(ProblemKind::MissingFile, unfinished.file, note);

@@ -26,6 +26,7 @@ mod folder_contents;
 mod formats;
 mod headed_file;
 pub mod hf;
+pub mod incomplete_files;
 mod leftovers;
 pub mod metadata;
 mod missing_files;

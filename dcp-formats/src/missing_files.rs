@@ -1,10 +1,14 @@
 //! Finds files of an index that are missing or too short.
 
 use dcp_core::format::Place;
+use dcp_core::storage::StorageExt as _;
 use dcp_core::{Key, StorageError, StorageErrorKind};
 
-/// The maximum number of files to check per index.
-const FILES_MAX: usize = 1024;
+use crate::incomplete_files::{LFS_POINTER_MAX, LFS_PROBLEM, is_lfs_pointer};
+
+/// The maximum number of files to check per index where each takes a request: the storage was not
+/// listed.
+const REQUESTS_MAX: usize = 1024;
 
 /// Files of an index that are missing or too short.
 #[derive(Debug, Default)]
@@ -24,16 +28,22 @@ impl MissingFiles {
     ) -> Result<bool, StorageError> {
         self.looked_at += 1;
         match place.storage().stat(file).await {
-            Ok(meta) if meta.byte_len < end => self
-                .short
-                .push(format!("{file} has {} bytes, the checkpoint needs {end}", meta.byte_len)),
+            Ok(meta) if meta.byte_len < end => {
+                let found = meta.byte_len;
+                let is_pointer = found <= LFS_POINTER_MAX
+                    && is_lfs_pointer(&place.storage().read_range(file, 0..found).await?);
+                self.short.push(match is_pointer {
+                    true => format!("{file} {LFS_PROBLEM}"),
+                    false => format!("{file} has {found} bytes, the checkpoint needs {end}"),
+                });
+            }
             Ok(_) => {}
             Err(error) if error.kind() == StorageErrorKind::NotFound => {
                 self.missing.push(file.to_string());
             }
             Err(error) => return Err(error),
         }
-        Ok(self.looked_at < FILES_MAX)
+        Ok(place.listing().is_complete() || self.looked_at < REQUESTS_MAX)
     }
 
     /// The problem, if there is one.

@@ -4,6 +4,7 @@
 
 mod callables;
 mod combine;
+mod complete;
 mod convert;
 mod copy;
 mod damaged;

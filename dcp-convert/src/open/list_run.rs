@@ -8,13 +8,15 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use dcp_core::error::error_chain;
 use dcp_core::format::{
-    CheckpointFormat, Examined, Folder, FolderMatch, FormatRegistry, Listing, ListingEntry, Place,
-    RunTracker, natural,
+    CheckpointFormat, Evidence, Examined, Folder, FolderMatch, FormatRegistry, Listing,
+    ListingEntry, Place, RunTracker, natural,
 };
 use dcp_core::storage::{ObjectMeta, StorageExt};
 use dcp_core::{Key, Storage, StorageError};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use serde::Serialize;
+
+use super::examine::examine_checkpoint;
 
 /// Entries of the directory that are listed one by one.
 const ENTRIES_MAX: usize = 100_000;
@@ -134,6 +136,11 @@ impl Listed {
         };
         entry.complete = Some(found.problem.is_none());
         entry.problem = found.problem;
+        if found.evidence == Evidence::Loose {
+            entry.complete = None;
+            entry.problem = Some(format!("it {}", found.description));
+            entry.checkpoint = None;
+        }
         if truncated && entry.problem.is_some() {
             entry.complete = None;
             entry.problem = Some("there are too many files to have seen all of them".to_owned());
@@ -350,7 +357,7 @@ async fn examine_each(
 ) -> Vec<bool> {
     let examined = listed.map(|(one, known)| async move {
         let found = match place_of(place, &one.entry, known) {
-            Ok(place) => one.format.examine(&place).await,
+            Ok(place) => examine_checkpoint(&*one.format, &place, known).await,
             Err(error) => Err(error),
         };
         note(&mut one.entry, found);
@@ -378,6 +385,11 @@ fn note(entry: &mut RunEntry, found: Result<Examined, StorageError>) {
         Ok(found) => {
             entry.ephemeral = found.ephemeral;
             entry.version = found.version;
+            if let Some(description) = found.unsupported {
+                entry.complete = None;
+                entry.problem = Some(format!("it {description}"));
+                entry.checkpoint = None;
+            }
             if let Some(problem) = found.problem
                 && entry.complete == Some(true)
             {

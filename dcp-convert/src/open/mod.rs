@@ -1,5 +1,6 @@
 //! Opening a checkpoint of any format.
 
+pub(crate) mod examine;
 pub(crate) mod formats;
 pub(crate) mod list_run;
 
@@ -12,6 +13,7 @@ use crate::source::Source;
 
 use self::formats::formats;
 
+pub use examine::examine_checkpoint;
 pub use list_run::{EntryKind, RunEntry, RunListing};
 
 impl Source {

@@ -55,7 +55,8 @@ impl FormatInfo {
 pub enum Evidence {
     /// Files that lie in folders of many kinds, such as a configuration without weights.
     Trace,
-    /// Files each of which may be a checkpoint on its own; the folder is none.
+    /// Files each of which may be a checkpoint on its own, or of a program that no format reads; the
+    /// folder is not opened, and whether it is whole is unknown.
     Loose,
     /// The folder of a run, whose checkpoints are in folders below it.
     Run,
@@ -121,6 +122,9 @@ impl fmt::Display for Recognized {
 pub struct Examined {
     /// Why it is not whole.
     pub problem: Option<String>,
+    /// Which other program it belongs to, where that shows only now, as the predicate of a sentence: no
+    /// job opens it, and whether it is whole is unknown.
+    pub unsupported: Option<String>,
     /// Whether the trainer may remove it when a later one is there, where it says so.
     pub ephemeral: Option<bool>,
     /// The version of the program that wrote it, where it says so.
@@ -132,6 +136,12 @@ impl Examined {
     #[must_use]
     pub fn new(problem: Option<String>) -> Self {
         Self { problem, ..Self::default() }
+    }
+
+    /// A checkpoint of another program, with the predicate of a sentence that says so.
+    #[must_use]
+    pub fn of_other_program(description: impl Into<String>) -> Self {
+        Self { unsupported: Some(description.into()), ..Self::default() }
     }
 
     /// Sets [`ephemeral`](Self::ephemeral).

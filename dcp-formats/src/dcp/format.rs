@@ -4,21 +4,27 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use dcp_core::error::error_chain;
 use dcp_core::format::{
     CheckpointFormat, CheckpointTarget, Evidence, Examined, Existing, Folder, FormatInfo, Occupant,
     OpenOptions, OpenedCheckpoint, Peek, Place, RankDifference, Recognized, RunSelection,
     RunTracker, UnfinishedSave, WriterOptions,
 };
 use dcp_core::metadata::Entry;
-use dcp_core::storage::StorageExt as _;
+use dcp_core::storage::{ObjectMeta, StorageExt as _};
 use dcp_core::text::counted;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Storage, StorageError, StorageReader as _, StorageWriter,
+    CheckpointError, CheckpointMetadata, Storage, StorageError, StorageErrorKind,
+    StorageReader as _, StorageWriter,
 };
+
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 
 use super::names::{METADATA, Named};
 use super::reader::DcpReader;
+use super::safetensors_files::{has_images, locate};
 use super::writer::DcpWriter;
+use crate::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
 use crate::metadata::decode;
 use crate::missing_files::MissingFiles;
 
@@ -28,8 +34,15 @@ const RANKS_MAX: usize = 1 << 16;
 const NESTED_MAX: usize = 64;
 /// Levels below the folder that are looked at for checkpoints.
 const DEPTH_MAX: usize = 3;
-/// Larger indexes are not read for a closer look, in bytes.
-pub const EXAMINED_INDEX_MAX: u64 = 1 << 20;
+/// The maximum size of an index that is read for a closer look, in bytes: 300,000 chunks. Of a larger one
+/// only the last byte is read.
+pub const EXAMINED_INDEX_MAX: u64 = 64 << 20;
+/// The opcode that ends a pickle.
+const STOP: u8 = b'.';
+/// A module of ByteCheckpoint, whose indexes have the name of DCP's.
+const BYTECHECKPOINT: &[u8] = b"bytecheckpoint.checkpointer.meta_type";
+const IS_BYTECHECKPOINT: &str = "is a checkpoint of ByteCheckpoint, whose index has other classes than PyTorch's; load it with \
+     ByteCheckpoint and save it with torch.distributed.checkpoint";
 /// The name of the format.
 const NAME: &str = "dcp";
 const NO_DATA: &str = "there are no data files";
@@ -186,8 +199,12 @@ impl CheckpointFormat for DcpFormat {
             return examine_one(place).await;
         }
         for (path, _) in nested_files(&folder) {
-            if let Some(problem) = examine_one(&place.below(path)?).await?.problem {
+            let found = examine_one(&place.below(path)?).await?;
+            if let Some(problem) = found.problem {
                 return Ok(Examined::new(Some(format!("{path}: {problem}"))));
+            }
+            if found.unsupported.is_some() {
+                return Ok(found);
             }
         }
         Ok(Examined::default())
@@ -238,7 +255,15 @@ impl CheckpointFormat for DcpFormat {
             reader = reader.keys(keys.clone());
         }
         let reader = Arc::new(reader.build());
-        reader.metadata().await?;
+        if let Err(error) = reader.metadata().await {
+            return Err(match examine_one(place).await {
+                Ok(Examined { unsupported: Some(description), .. }) => {
+                    let message = format!("the directory {description}");
+                    CheckpointError::NotACheckpoint { message }
+                }
+                _ => error,
+            });
+        }
         let opened = OpenedCheckpoint::new(Arc::clone(place.storage()), Arc::clone(&reader) as _);
         let differing = reader.differing().await?;
         let differing =
@@ -280,26 +305,66 @@ impl CheckpointTarget for DcpFormat {
     }
 }
 
-/// Compares the index of one checkpoint with its files.
+/// Compares the index of one checkpoint with its files, or the indexes of ranks that saved without
+/// collectives, each of which names the files of its rank.
 async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
     if place.has_known_files() {
         return Ok(Examined::default());
     }
     let folder = place.listing().root();
-    // The metadata of each rank is its own.
-    let Some(index) = folder.file(METADATA) else { return Ok(Examined::default()) };
+    let indexes: Vec<_> = match folder.file(METADATA) {
+        Some(index) => vec![(METADATA, index)],
+        None => {
+            let is_ranks =
+                |name: &str| matches!(Named::parse(name), Some(Named::RankMetadata { .. }));
+            folder.files().filter(|(name, _)| is_ranks(name)).take(RANKS_MAX).collect()
+        }
+    };
+    let examined: Vec<_> =
+        indexes.into_iter().map(|(name, index)| examine_index(place, name, index)).collect();
+    let parallelism = usize::from(place.storage().capabilities().parallelism.max(1));
+    let mut examined = stream::iter(examined).buffered(parallelism);
+    while let Some(found) = examined.try_next().await? {
+        if found != Examined::default() {
+            return Ok(found);
+        }
+    }
+    Ok(Examined::default())
+}
+
+async fn examine_index(
+    place: &Place,
+    name: &str,
+    index: &ObjectMeta,
+) -> Result<Examined, StorageError> {
+    let folder = place.listing().root();
     if index.byte_len >= EXAMINED_INDEX_MAX {
+        let last = index.byte_len - 1;
+        let last = place.storage().read_range(&index.key, last..index.byte_len).await?;
+        if last.first() != Some(&STOP) {
+            let problem = format!("the {name} was cut short: it has no end");
+            return Ok(Examined::new(Some(problem)));
+        }
         let any = folder.files().any(|(name, _)| name.ends_with(".distcp"));
         return Ok(Examined::new((!any).then(|| NO_DATA.to_owned())));
     }
     let bytes = place.storage().read_range(&index.key, 0..index.byte_len).await?;
-    let metadata = match decode(&bytes) {
+    let mut metadata = match decode(&bytes) {
         Ok(metadata) => metadata,
+        Err(_) if is_bytecheckpoint(&bytes) => {
+            return Ok(Examined::of_other_program(IS_BYTECHECKPOINT));
+        }
+        Err(_) if is_lfs_pointer(&bytes) => {
+            return Ok(Examined::new(Some(format!("the {name} {LFS_PROBLEM}"))));
+        }
         Err(error) => {
-            let problem = format!("the {METADATA} cannot be read: {}", error.problem());
+            let problem = format!("the {name} cannot be read: {}", error.problem());
             return Ok(Examined::new(Some(problem)));
         }
     };
+    if let Some(problem) = locate_images(place, &mut metadata).await? {
+        return Ok(Examined::new(Some(problem)));
+    }
     let mut missing = MissingFiles::default();
     for (file, end) in metadata.files().iter().zip(ends(&metadata)) {
         if !missing.look(place, file, end).await? {
@@ -307,6 +372,34 @@ async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
         }
     }
     Ok(Examined::new(missing.problem()))
+}
+
+/// Corrects the placements in files that are safetensors images, or returns what is wrong with one.
+async fn locate_images(
+    place: &Place,
+    metadata: &mut CheckpointMetadata,
+) -> Result<Option<String>, StorageError> {
+    if !has_images(metadata) {
+        return Ok(None);
+    }
+    let storage = &**place.storage();
+    let mut lens = Vec::with_capacity(metadata.files().len());
+    for file in metadata.files() {
+        lens.push(match storage.stat(file).await {
+            Ok(meta) => Some(meta.byte_len),
+            Err(error) if error.kind() == StorageErrorKind::NotFound => None,
+            Err(error) => return Err(error),
+        });
+    }
+    match locate(storage, metadata, &lens).await {
+        Ok(()) => Ok(None),
+        Err(CheckpointError::Storage(error)) => Err(error),
+        Err(error) => Ok(Some(error_chain(&error))),
+    }
+}
+
+fn is_bytecheckpoint(index: &[u8]) -> bool {
+    index.windows(BYTECHECKPOINT.len()).any(|window| window == BYTECHECKPOINT)
 }
 
 /// For each file, where the last of what it holds ends.

@@ -16,9 +16,11 @@ use dcp_core::{CheckpointError, CheckpointMetadata, Key, StorageError, StorageRe
 use super::complete::UNFINISHED_NAME;
 use super::index_file::{INDEX_NAME, IndexFile};
 use super::layout::SINGLE_NAME;
+use super::other_program::{INDEX_HEAD_BYTES, IS_DELTA, other_program};
 use super::reader::HfReader;
 use super::sidecar_files::{CONFIG_ASIDE, CONFIG_NAME};
 use crate::dcp::EXAMINED_INDEX_MAX;
+use crate::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
 use crate::missing_files::MissingFiles;
 use crate::safetensors::INDEX_ENDING;
 use crate::torch_save::is_torch_save;
@@ -110,12 +112,18 @@ impl CheckpointFormat for HuggingFaceFormat {
             .with_model_folders()
     }
 
-    fn peeks(&self, _folder: &Folder<'_>) -> Vec<Peek> {
-        Vec::new()
+    fn peeks(&self, folder: &Folder<'_>) -> Vec<Peek> {
+        let index = folder.file(INDEX_NAME).and_then(|_| folder.key(INDEX_NAME));
+        index.map(|key| Peek::new(key, INDEX_HEAD_BYTES)).into_iter().collect()
     }
 
     fn recognize(&self, folder: &Folder<'_>) -> Option<Recognized> {
         let files = Files::of(folder);
+        if (files.count > 0 || files.index)
+            && let Some(description) = other_program(folder)
+        {
+            return Some(Recognized::new(Evidence::Loose, description));
+        }
         if files.count > 0 || files.index {
             let evidence = if files.index { Evidence::Index } else { Evidence::Files };
             let count = counted(files.count, "safetensors file");
@@ -157,11 +165,17 @@ impl CheckpointFormat for HuggingFaceFormat {
         let bytes = place.storage().read_range(&index.key, 0..index.byte_len).await?;
         let index = match IndexFile::parse(&bytes) {
             Ok(index) => index,
+            Err(_) if is_lfs_pointer(&bytes) => {
+                return Ok(Examined::new(Some(format!("the {INDEX_NAME} {LFS_PROBLEM}"))));
+            }
             Err(error) => {
                 let problem = format!("the {INDEX_NAME} cannot be read: {}", error.problem());
                 return Ok(Examined::new(Some(problem)));
             }
         };
+        if index.is_delta {
+            return Ok(Examined::of_other_program(IS_DELTA));
+        }
         let files: BTreeSet<&Key> = index.files().collect();
         let mut missing = MissingFiles::default();
         for file in files {

@@ -7,6 +7,7 @@ use indexmap::IndexMap;
 use serde::Deserialize;
 use serde_json::json;
 
+use super::other_program::DELTA_KEY;
 use crate::unique::UniqueMap;
 
 /// The name that Hugging Face's libraries search for.
@@ -24,6 +25,8 @@ pub struct IndexFile {
     pub total_size: Option<u64>,
     /// The file of each tensor, relative to the folder of the index.
     pub weight_map: IndexMap<Arc<str>, Key>,
+    /// Whether the tensors are changes to those of an earlier version, as slime publishes them.
+    pub is_delta: bool,
 }
 
 #[derive(Deserialize)]
@@ -37,7 +40,7 @@ impl IndexFile {
     /// An index of tensors and their files.
     #[must_use]
     pub fn new(total_size: u64, weight_map: IndexMap<Arc<str>, Key>) -> Self {
-        Self { total_size: Some(total_size), weight_map }
+        Self { total_size: Some(total_size), weight_map, is_delta: false }
     }
 
     /// Parses the JSON text.
@@ -65,7 +68,8 @@ impl IndexFile {
             };
             weight_map.insert(Arc::from(fqn), key);
         }
-        Ok(Self { total_size, weight_map })
+        let is_delta = raw.metadata.0.contains_key(DELTA_KEY);
+        Ok(Self { total_size, weight_map, is_delta })
     }
 
     /// The JSON text, indented as transformers and PyTorch write it.

@@ -15,6 +15,7 @@ use super::finding::{Finding, FindingKind};
 use super::index_file::{INDEX_MAX, INDEX_NAME, IndexFile};
 use super::layout::SINGLE_NAME;
 use super::merge::{FileHeader, merge};
+use super::other_program::IS_DELTA;
 use super::variants::{target_of, without_variants};
 use crate::folder_contents::files_in;
 use crate::safetensors::INDEX_ENDING;
@@ -236,6 +237,10 @@ async fn indexed(storage: &dyn Storage, key: Key) -> Result<Files, CheckpointErr
     }
     let json = storage.read_range(&key, 0..byte_len).await?;
     let file = IndexFile::parse(&json).map_err(in_file)?;
+    if file.is_delta {
+        let message = format!("the directory of {key} {IS_DELTA}");
+        return Err(CheckpointError::NotACheckpoint { message });
+    }
     let index = Index { key: key.clone(), file };
     let keys = index.file.files().map(|file| index.resolve(file)).collect::<Result<_, _>>()?;
     let name = key.file_name();

@@ -18,6 +18,7 @@ mod index_file;
 mod layout;
 mod load;
 mod merge;
+mod other_program;
 mod pending_folder;
 mod quantized;
 mod rank_writer;

@@ -86,6 +86,23 @@ impl Contents {
     }
 }
 
+/// Checks the pickles and the lengths of storages of a stream from before PyTorch 1.6, whose leading
+/// bytes are `head`; files of other kinds pass. A file of fewer bytes than show its kind was cut short.
+pub(crate) async fn check_stream(
+    storage: &dyn Storage,
+    key: &Key,
+    head: &[u8],
+) -> Result<(), CheckpointError> {
+    if legacy::ends_in_magic(head) || ZIP.starts_with(head) {
+        let problem = format!("there are only {} bytes", head.len());
+        return Err(FormatError::new("torch.save file", problem).into());
+    }
+    if legacy::is_magic(head) {
+        legacy::read(&mut File::open(storage, key).await?).await?;
+    }
+    Ok(())
+}
+
 /// Whether a file with the leading bytes `head` ([`MAGIC_LEN`] of them) may be one of `torch.save`,
 /// in any version. Other zip archives look the same.
 #[must_use]

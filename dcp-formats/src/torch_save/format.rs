@@ -16,10 +16,6 @@ use super::reader::TorchSaveReader;
 
 /// The maximum number of files to read when recognizing a folder.
 const PEEKED_MAX: usize = 4;
-/// Bytes at the end of an archive that contain the end of its directory: a record of 22 bytes, and
-/// a comment of up to 64 KiB.
-const TAIL_BYTES: u64 = (64 << 10) + 22;
-
 /// The endings of `torch.save` file names.
 pub const FILE_ENDINGS: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 
@@ -59,6 +55,21 @@ fn may_be_weights(name: &str) -> bool {
     is_named(name) && !other.iter().any(|other| name.starts_with(other))
 }
 
+/// The program that writes files of this name, each of which has a part of the state or another form of
+/// it.
+fn program_of(name: &str) -> Option<&'static str> {
+    const PROGRAMS: [(&str, &str, &str); 5] = [
+        ("", "_model_states.pt", "they are DeepSpeed's"),
+        ("", "_optim_states.pt", "they are DeepSpeed's"),
+        ("model_world_size_", ".pt", "each is of one rank of verl"),
+        ("pytorch_model_fsdp_rank", ".bin", "each is of one rank of accelerate"),
+        ("pytorch_model_fsdp", ".bin", "they are accelerate's, each whole in itself"),
+    ];
+    let is_of =
+        |(start, end, _): &&(&str, &str, &str)| name.starts_with(start) && name.ends_with(end);
+    PROGRAMS.iter().find(is_of).map(|(_, _, program)| *program)
+}
+
 #[async_trait]
 impl CheckpointFormat for TorchSaveFormat {
     fn info(&self) -> FormatInfo {
@@ -86,8 +97,11 @@ impl CheckpointFormat for TorchSaveFormat {
         let mut named = folder.files().map(|(name, _)| name).filter(|name| is_named(name));
         // Unread files count only if their names are those of weights.
         let example = named.find(|name| peeked(name).unwrap_or_else(|| may_be_weights(name)))?;
-        let description =
+        let mut description =
             format!("holds files of torch.save, such as {example:?}, not a DCP checkpoint");
+        if let Some(program) = folder.files().find_map(|(name, _)| program_of(name)) {
+            description.push_str(&format!(": {program}"));
+        }
         Some(Recognized::new(Evidence::Loose, description))
     }
 
@@ -95,19 +109,10 @@ impl CheckpointFormat for TorchSaveFormat {
         is_torch_save(head)
     }
 
-    async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
-        let Some(file) = place.file() else { return Ok(Examined::default()) };
-        let storage = place.storage();
-        let byte_len = storage.stat(file).await?.byte_len;
-        // An archive is written front to back, with its directory at the end.
-        let tail = storage.read_range(file, byte_len.saturating_sub(TAIL_BYTES)..byte_len).await?;
-        if tail.windows(4).any(|window| window == b"PK\x05\x06") {
-            return Ok(Examined::default());
-        }
-        // A stream from before PyTorch 1.6 has no mark of completeness.
-        let head = storage.read_range(file, 0..byte_len.min(4)).await?;
-        let problem = "the end of the file is missing: the save did not finish";
-        Ok(Examined::new((head == b"PK\x03\x04"[..]).then(|| problem.to_owned())))
+    /// There is no index: [`incomplete_files`](crate::incomplete_files::incomplete_files) compares each
+    /// file with its own directory.
+    async fn examine(&self, _place: &Place) -> Result<Examined, StorageError> {
+        Ok(Examined::default())
     }
 
     async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {

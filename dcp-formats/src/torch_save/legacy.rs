@@ -36,6 +36,12 @@ pub(super) fn is_magic(head: &[u8]) -> bool {
     magic_len(head).is_some()
 }
 
+/// Whether a file that is `head` alone ends within the magic number.
+pub(super) fn ends_in_magic(head: &[u8]) -> bool {
+    let is_part = |magic: &&[u8]| magic.starts_with(head) && magic.len() > head.len();
+    !head.is_empty() && MAGICS.iter().any(is_part)
+}
+
 /// The end of the magic number's pickle.
 fn magic_len(head: &[u8]) -> Option<usize> {
     MAGICS.iter().find(|magic| head.starts_with(magic)).map(|magic| magic.len())

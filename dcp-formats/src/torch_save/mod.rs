@@ -32,6 +32,7 @@ mod tree;
 mod value;
 mod write;
 
+pub(crate) use contents::check_stream;
 pub use contents::{MAGIC_LEN, is_torch_save};
 pub use format::{FILE_ENDINGS, TorchSaveFormat};
 pub use graphs::TorchSaveGraphs;

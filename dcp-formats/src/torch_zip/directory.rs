@@ -75,6 +75,12 @@ pub fn check_archive(archive: &[u8]) -> Result<(), FormatError> {
     Ok(())
 }
 
+/// Checks that an archive ends with an end record whose directory is where it says. Its records are
+/// not looked at.
+pub(crate) fn check_end(blob: &Sparse<'_>) -> Result<ParseStep<()>, FormatError> {
+    ParseStep::from_halting(Directory::find(blob).map(|_| ()))
+}
+
 impl ArchiveIndex {
     /// Reads the directory.
     ///

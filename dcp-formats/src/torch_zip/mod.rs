@@ -22,6 +22,7 @@ pub use partial::PartialBlob;
 pub use record::{Method, Record};
 pub use sparse::{ParseStep, Sparse};
 
+pub(crate) use directory::check_end;
 pub(crate) use sparse::Halt;
 
 /// The data of every record starts at a multiple of this, in bytes from the archive's start.

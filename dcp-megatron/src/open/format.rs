@@ -21,6 +21,7 @@ use crate::disk::file_hashes::INTEGRITY_FILE;
 use crate::disk::recovery::{HALF_REPLACED, RECORD, recovered};
 use crate::disk::tracker::{TRACKER, Tracked};
 use crate::open::checkpoint::MegatronCheckpoint;
+use crate::open::legacy::folders::missing_folder;
 use crate::open::select::select;
 use crate::writer::MegatronWriter;
 
@@ -89,7 +90,9 @@ fn checkpoint(folder: &Folder<'_>) -> Option<Recognized> {
     }
     has_rank_folders(folder).then(|| {
         let description = "is a checkpoint of Megatron-LM, by ranks in mp_rank_* folders";
-        Recognized::new(Evidence::Index, description)
+        let missing = missing_folder(folder.folders().map(|below| below.name()));
+        let problem = missing.map(|missing| format!("{missing} is missing"));
+        Recognized::new(Evidence::Index, description).with_problem(problem)
     })
 }
 
@@ -324,12 +327,8 @@ async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
     if stored.problem.is_some() {
         return Ok(stored);
     }
-    match folder.file(COMMON_FILE) {
-        Some(common) if common.byte_len == 0 => {
-            return Ok(Examined::new(Some(format!("the {COMMON_FILE} is empty"))));
-        }
-        Some(_) => return Ok(stored),
-        None => {}
+    if folder.has(COMMON_FILE) {
+        return Ok(stored);
     }
     let inside = match folder.file(".metadata") {
         None => false,

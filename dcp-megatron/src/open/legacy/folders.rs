@@ -285,6 +285,42 @@ impl Grid {
     }
 }
 
+/// The first folder that the names of the others promise: ranks count from 0, and stages do. Where a
+/// third number counts groups of experts, not every rank has a part of every group.
+pub(crate) fn missing_folder<'n>(folders: impl Iterator<Item = &'n str>) -> Option<String> {
+    let found: BTreeSet<Vec<u32>> = folders.filter_map(numbers).take(FOLDERS_MAX).collect();
+    let parts = found.first()?.len();
+    let counts = |part: usize| {
+        let seen: BTreeSet<u32> = found.iter().filter_map(|one| one.get(part).copied()).collect();
+        (0..).zip(&seen).find(|(expected, number)| expected != *number).map(|(absent, _)| absent)
+    };
+    for part in 0..parts {
+        if let Some(absent) = counts(part) {
+            let mut numbers = vec![0; parts];
+            *numbers.get_mut(part)? = absent;
+            return Some(folder_name(&numbers));
+        }
+    }
+    if parts > 2 {
+        return None;
+    }
+    let most =
+        |part: usize| found.iter().filter_map(|one| one.get(part)).max().map_or(0, |most| *most);
+    let stages = if parts == 2 { most(1) } else { 0 };
+    let all = (0..=most(0)).flat_map(|tp| (0..=stages).map(move |second| [tp, second]));
+    let mut all = all.map(|both| both.into_iter().take(parts).collect::<Vec<_>>());
+    all.find(|numbers| !found.contains(numbers)).map(|numbers| folder_name(&numbers))
+}
+
+fn folder_name(numbers: &[u32]) -> String {
+    let mut name = PREFIX.trim_end_matches('_').to_owned();
+    for (part, number) in numbers.iter().enumerate() {
+        let digits = if part == 0 { 2 } else { 3 };
+        name.push_str(&format!("_{number:0digits$}"));
+    }
+    name
+}
+
 /// The numbers in a folder's name.
 fn numbers(folder: &str) -> Option<Vec<u32>> {
     let parts: Option<Vec<u32>> =
@@ -325,6 +361,21 @@ mod tests {
     use dcp_core::value::Dict;
 
     use super::*;
+
+    #[test]
+    fn names_of_folders_promise_others() {
+        let missing = |names: &[&str]| missing_folder(names.iter().copied());
+        assert_eq!(missing(&["mp_rank_00"]), None);
+        assert_eq!(missing(&["mp_rank_00", "mp_rank_01", "logs"]), None);
+        assert_eq!(missing(&["mp_rank_00", "mp_rank_02"]).as_deref(), Some("mp_rank_01"));
+        assert_eq!(missing(&["mp_rank_01"]).as_deref(), Some("mp_rank_00"));
+        let three = ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_001"];
+        assert_eq!(missing(&three).as_deref(), Some("mp_rank_01_000"));
+        // Two ranks share the layers, and each has its own experts.
+        assert_eq!(missing(&["mp_rank_00_000_000", "mp_rank_01_000_001"]), None);
+        assert_eq!(missing(&["mp_rank_00_001_000"]).as_deref(), Some("mp_rank_00_000_000"));
+        assert_eq!(missing(&[]), None);
+    }
 
     fn folders(names: &[&str]) -> LegacyFolders {
         let all = names.iter().map(|name| (numbers(name).unwrap(), ((*name).to_owned(), false)));

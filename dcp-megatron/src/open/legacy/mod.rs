@@ -2,7 +2,7 @@
 //! as the whole tensors that they are parts of, under the names of distributed checkpoints.
 
 mod assemble;
-mod folders;
+pub(crate) mod folders;
 mod fused;
 mod leaves;
 mod names;

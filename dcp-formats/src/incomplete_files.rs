@@ -1,0 +1,205 @@
+//! Files whose length is not the one that their own contents require.
+//!
+//! A killed save, a full disk and a copy that broke off leave a file under its final name. Each kind
+//! of file states its length in one place: the header at the front of safetensors, the directory at the
+//! end of a zip archive, the pickles at the front of the stream from before PyTorch 1.6. Reading that
+//! place takes two or three small requests, so every file of a checkpoint is compared, also those that
+//! no index names: a resume needs `optimizer.pt` as much as the model.
+//!
+//! A file of another kind passes. To call it damaged would have `prune --incomplete` delete it.
+
+use std::fmt;
+
+use dcp_core::format::Place;
+use dcp_core::storage::{ObjectMeta, StorageExt as _};
+use dcp_core::{CheckpointError, Key, Storage, StorageError};
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use serde::Deserialize;
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
+
+use crate::hf::ENDING;
+use crate::safetensors::{PREFIX_LEN, header_len};
+use crate::torch_save::{FILE_ENDINGS, check_stream};
+use crate::torch_zip::{ParseStep, Sparse, check_end};
+
+/// The maximum number of files to read in one checkpoint.
+const FILES_MAX: usize = 1 << 12;
+/// Bytes at the start of a file that show its kind.
+const HEAD_BYTES: u64 = 512;
+/// Bytes at the end of an archive that hold its end records: 22 bytes and a comment of 64 KiB, 76 of
+/// zip64 before them.
+const TAIL_BYTES: u64 = (64 << 10) + 98;
+/// The first line of a pointer of Git LFS, which stands where the file was not fetched.
+const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+
+/// A file that is shorter or longer than its own contents require.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct IncompleteFile {
+    /// The file, relative to the folder of the checkpoint.
+    pub file: Key,
+    /// The reason, as the predicate of a sentence about the file.
+    pub problem: String,
+}
+
+impl fmt::Display for IncompleteFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.file, self.problem)
+    }
+}
+
+/// Finds the files of safetensors and `torch.save` at `place` and below that were cut short, have bytes
+/// after their end, were never written, or are pointers of Git LFS. Reads headers and directories, no
+/// tensor; at most 4096 files.
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn incomplete_files(place: &Place) -> Result<Vec<IncompleteFile>, StorageError> {
+    let storage = &**place.storage();
+    let files: Vec<ObjectMeta> = match place.file() {
+        Some(file) => vec![storage.stat(file).await?],
+        None => {
+            let named = place.listing().objects().iter().filter(|meta| is_named(&meta.key));
+            named.take(FILES_MAX).cloned().collect()
+        }
+    };
+    let looks: Vec<_> = files.iter().map(|meta| look(storage, meta)).collect();
+    let parallelism = usize::from(storage.capabilities().parallelism.max(1));
+    let found: Vec<_> = stream::iter(looks).buffered(parallelism).try_collect().await?;
+    Ok(found.into_iter().flatten().collect())
+}
+
+/// Whether the first bytes of a file are those of a pointer of Git LFS.
+#[must_use]
+pub(crate) fn is_lfs_pointer(head: &[u8]) -> bool {
+    head.starts_with(LFS_POINTER)
+}
+
+/// The maximum length of such a pointer, in bytes.
+pub(crate) const LFS_POINTER_MAX: u64 = 1024;
+/// The predicate of a sentence about a pointer.
+pub(crate) const LFS_PROBLEM: &str =
+    "is a pointer of Git LFS, not the file: fetch it with `git lfs pull`";
+
+/// The predicate of a sentence about a file whose first bytes `head` are zeros, as a machine that lost
+/// its power leaves them.
+#[must_use]
+pub fn unwritten(head: &[u8]) -> Option<&'static str> {
+    let is_zero = head.len() >= 8 && head.iter().all(|byte| *byte == 0);
+    is_zero.then_some("begins with zeros: its contents were never written")
+}
+
+fn is_named(key: &Key) -> bool {
+    let name = key.file_name();
+    name.ends_with(ENDING) || FILE_ENDINGS.iter().any(|ending| name.ends_with(ending))
+}
+
+async fn look(
+    storage: &dyn Storage,
+    meta: &ObjectMeta,
+) -> Result<Option<IncompleteFile>, StorageError> {
+    let problem = problem(storage, meta).await?;
+    Ok(problem.map(|problem| IncompleteFile { file: meta.key.clone(), problem }))
+}
+
+async fn problem(storage: &dyn Storage, meta: &ObjectMeta) -> Result<Option<String>, StorageError> {
+    let (key, byte_len) = (&meta.key, meta.byte_len);
+    if byte_len == 0 {
+        return Ok(Some("is empty".to_owned()));
+    }
+    let head = storage.read_range(key, 0..byte_len.min(HEAD_BYTES)).await?;
+    if is_lfs_pointer(&head) {
+        return Ok(Some(LFS_PROBLEM.to_owned()));
+    }
+    if let Some(problem) = unwritten(&head) {
+        return Ok(Some(problem.to_owned()));
+    }
+    if key.file_name().ends_with(ENDING) {
+        return safetensors_problem(storage, meta, &head).await;
+    }
+    if head.starts_with(b"PK\x03\x04") {
+        let start = byte_len.saturating_sub(TAIL_BYTES);
+        let tail = storage.read_range(key, start..byte_len).await?;
+        // A zip64 record may be further in front; the end record is not.
+        return Ok(match check_end(&Sparse::tail(byte_len, &tail)) {
+            Ok(ParseStep::Ready(()) | ParseStep::Need(_)) => None,
+            Err(error) => Some(format!("was cut short, or is damaged: {}", error.problem())),
+        });
+    }
+    match check_stream(storage, key, &head).await {
+        Ok(()) => Ok(None),
+        Err(CheckpointError::Storage(error)) => Err(error),
+        Err(error) => Ok(Some(format!("was cut short, or is damaged: {error}"))),
+    }
+}
+
+async fn safetensors_problem(
+    storage: &dyn Storage,
+    meta: &ObjectMeta,
+    head: &[u8],
+) -> Result<Option<String>, StorageError> {
+    let prefix = head.get(..PREFIX_LEN as usize).unwrap_or(head);
+    let json_len = match header_len(prefix, meta.byte_len) {
+        Ok(len) => len,
+        Err(error) => return Ok(Some(format!("has no whole header: {}", error.problem()))),
+    };
+    let json = storage.read_range(&meta.key, PREFIX_LEN..PREFIX_LEN + json_len).await?;
+    let DataEnd(end) = match serde_json::from_slice(&json) {
+        Ok(end) => end,
+        Err(error) => return Ok(Some(format!("has no whole header: {error}"))),
+    };
+    let needed = PREFIX_LEN.saturating_add(json_len).saturating_add(end);
+    let found = meta.byte_len;
+    Ok((needed != found).then(|| format!("has {found} bytes, its header needs {needed}")))
+}
+
+/// The end of the last tensor of a safetensors header, in bytes from the end of the header. Nothing else
+/// is kept of it, and nothing else is checked: dtypes that are new today do not make a file incomplete.
+struct DataEnd(u64);
+
+#[derive(Deserialize)]
+struct Ranges {
+    #[serde(default)]
+    data_offsets: Option<(u64, u64)>,
+}
+
+/// A tensor, or the strings of `__metadata__`, which may be `null`.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Item {
+    Tensor(Ranges),
+    Other(IgnoredAny),
+}
+
+impl<'de> Deserialize<'de> for DataEnd {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Items;
+
+        impl<'de> Visitor<'de> for Items {
+            type Value = DataEnd;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of tensors")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<DataEnd, A::Error> {
+                let mut end = 0;
+                while let Some(name) = map.next_key::<String>()? {
+                    if name == "__metadata__" {
+                        map.next_value::<IgnoredAny>()?;
+                        continue;
+                    }
+                    if let Item::Tensor(Ranges { data_offsets: Some((_, last)) }) =
+                        map.next_value()?
+                    {
+                        end = last.max(end);
+                    }
+                }
+                Ok(DataEnd(end))
+            }
+        }
+
+        deserializer.deserialize_map(Items)
+    }
+}

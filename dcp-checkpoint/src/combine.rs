@@ -13,6 +13,7 @@ use crate::destination::{Destination, SourceFacts};
 use crate::error::{Error, ErrorKind};
 use crate::keys::{Keys, taken_of, unmatched_in};
 use crate::optimizer::refuse_corrupt;
+use crate::same_place::same_sources;
 use crate::setters::{destination_options, format_options, job_options};
 use crate::whole::Whole;
 
@@ -99,6 +100,8 @@ impl Merge<'_> {
         self.destination.format()?;
         let selection = self.keys.selection(StatePart::Everything);
         let (first, all) = whole(self.checkpoints, None).await?;
+        let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
+        same_sources(&self.job, &refs).await?;
         for checkpoint in &all {
             self.destination.keep_apart(checkpoint).await?;
         }
@@ -115,7 +118,6 @@ impl Merge<'_> {
             error => error.into(),
         })?;
         let taken = taken_of(&selection, &merged).await?;
-        let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
         let allow = self.allow_corrupt_optimizer;
         // Where a state is corrupt, rank 0 of a group fails, and all ranks with it.
         if let Some(job) = &job.of_coordinator() {
@@ -182,6 +184,8 @@ impl Average<'_> {
         let selection = self.keys.selection(format.usual_part());
         let (first, all) = whole(self.checkpoints, Some(&selection.needed())).await?;
         let mut notes = first.opener.notes();
+        let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
+        same_sources(&self.job, &refs).await?;
         for checkpoint in &all {
             self.destination.keep_apart(checkpoint).await?;
         }
@@ -200,7 +204,6 @@ impl Average<'_> {
         let how = SourceFacts { layout: Some(layout), ..SourceFacts::default() };
         let stored = all.iter().map(|checkpoint| &checkpoint.source);
         let unmatched = unmatched_in(&selection, stored).await?;
-        let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
         let allow = self.allow_corrupt_optimizer;
         // Where a state is corrupt, rank 0 of a group fails, and all ranks with it.
         if let Some(job) = &job.of_coordinator() {

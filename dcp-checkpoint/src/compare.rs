@@ -11,6 +11,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::Error;
 use crate::keys::taken_of;
 use crate::notes::Notes;
+use crate::same_place::same_sources;
 use crate::setters::job_options;
 use crate::whole::Whole;
 
@@ -126,6 +127,7 @@ impl Statistics<'_> {
             }
         };
         let checkpoint = Whole::of_keys(self.checkpoint, &selection.needed()).await?;
+        same_sources(&self.job, &[&checkpoint]).await?;
         let source = &checkpoint.source;
         let mut report = dcp_convert::stats(source, &selection, &self.job).await?;
         // Rank 0 of a group has the report of all.
@@ -167,6 +169,7 @@ impl Comparison<'_> {
         let options = &self.options;
         let a = Whole::of_keys(self.a, &options.needed(&options.a)).await?;
         let b = Whole::of_keys(self.b, &options.needed(&options.b)).await?;
+        same_sources(&self.job, &[&a, &b]).await?;
         let mut report = dcp_convert::diff(&a.source, &b.source, options, &self.job).await?;
         // Rank 0 of a group has the report of all.
         let Some(job) = self.job.of_coordinator().filter(|_| !options.keys_only) else {

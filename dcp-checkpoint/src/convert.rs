@@ -16,6 +16,7 @@ use crate::mapping_options::MappingOptions;
 use crate::megatron_target::common_state;
 use crate::model_files;
 use crate::optimizer::OptimizerOptions;
+use crate::same_place::same_sources;
 use crate::setters::{destination_options, format_options, job_options};
 use crate::whole::Whole;
 
@@ -136,6 +137,7 @@ impl Conversion<'_> {
             false => Whole::of_keys(self.checkpoint, &selection.needed()).await?,
         };
         let (destination, job) = (&self.destination, &self.job);
+        same_sources(job, &[&checkpoint]).await?;
         destination.keep_apart(&checkpoint).await?;
         if !matches!(format, Format::Safetensors | Format::HuggingFace) {
             refuse_unfinished(&checkpoint)?;

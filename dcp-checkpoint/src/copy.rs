@@ -1,22 +1,34 @@
 //! Copying checkpoints between storages, file by file.
 
+mod check;
+mod local_source;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
-use dcp_convert::jobs::copy::{Comparing, CopyFiles, CopyReport, Replace};
+use dcp_convert::jobs::copy::{Comparing, CopyFiles, CopyReport};
 use dcp_convert::{JobOptions, Source};
 use dcp_core::registry::Access;
-use dcp_core::storage::ObjectMeta;
+use dcp_core::storage::{Claim, LeftoverAction, ObjectMeta};
 use dcp_core::text::without_secrets;
-use dcp_core::{Key, Storage, StorageErrorKind};
+use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::TryStreamExt;
 
 use crate::absent_storage::AbsentStorage;
 use crate::error::{Error, ErrorKind};
+use crate::held_target::{CLAIMED, has_locks, not_claimed};
 use crate::index_files::{removal_order, split_indices};
+use crate::new_folders::NewFolders;
 use crate::opener::Opener;
-use crate::overlap_guard::keep_urls_apart;
+use crate::overlap_guard::{Shape, keep_urls_apart};
+use crate::rollback::Rollback;
+use crate::same_place::{SharedTarget, is_token, same_files};
+use crate::uri::local_path;
+
+/// The most checkpoints of a run that are claimed at once; each claim keeps two files open.
+const CLAIMS_MAX: usize = 128;
 
 impl Opener {
     /// Copies the files of a checkpoint or of a whole run, unchanged, to another folder: any format,
@@ -95,13 +107,36 @@ impl Copying<'_> {
             true => listed(&*from, &source).await?,
             false => indexed(opener, &source, &from).await?,
         };
+        let mut permissions = BTreeMap::new();
+        if let Some(path) = local_path(&source).filter(|path| path.is_dir()) {
+            let names: BTreeSet<&str> = files.iter().map(|file| file.key.as_str()).collect();
+            let is_listed = |key: &Key| names.contains(key.as_str());
+            let has_below = |folder: &str| {
+                let prefix = format!("{folder}/");
+                names.range(&*prefix..).next().is_some_and(|name| name.starts_with(&prefix))
+            };
+            permissions = local_source::look(path, &is_listed, &has_below)?;
+        }
+        if local_path(&target).is_none() {
+            permissions.clear();
+        }
         if files.is_empty() {
             return Err(Error::new(ErrorKind::NotFound, format!("{source:?} has no files"))
                 .with_hint("name the folder of a checkpoint or of a run"));
         }
+        same_files(&job, &source, &files).await?;
+        let shared = SharedTarget::begin(&job, Shape::Folder).await?;
+        let folders = NewFolders::before(&target, &Rollback::new());
         let to = target_storage(opener, &target, job.dry_run).await?;
-        let existing: BTreeMap<_, _> =
-            listed(&*to, &target).await?.into_iter().map(|file| (file.key.clone(), file)).collect();
+        let is_writer = job.is_coordinator() && !job.dry_run;
+        let held = if is_writer { claims(opener, &target, &to, &files).await? } else { Vec::new() };
+        if is_writer {
+            remove_leftovers(&*to).await?;
+        }
+        shared.agree(&target, &to).await?;
+        let existing = listed(&*to, &target).await?.into_iter();
+        let existing = existing.filter(|file| !is_token(&file.key));
+        let existing: BTreeMap<_, _> = existing.map(|file| (file.key.clone(), file)).collect();
         let names: BTreeSet<_> = files.iter().map(|file| &file.key).collect();
         if let Some(other) = existing.keys().find(|key| !names.contains(key)) {
             let message = format!("{target:?} has a file that the source has not: {other:?}");
@@ -110,21 +145,130 @@ impl Copying<'_> {
         }
         let trackers = trackers(opener, &source, &from).await?;
         let batches = batches(opener, files);
-        let has_index = batches
-            .iter()
-            .skip(1)
-            .flatten()
-            .any(|file| existing.contains_key(&file.key) && !trackers.contains(&file.key));
-        let replace = if has_index { Replace::Only(trackers) } else { Replace::All };
-        let copy = CopyFiles { source: &*from, target: &*to, batches, existing, compare, replace };
-        copy.run(&job).await.map_err(|error| match Error::from(error) {
+        let complete = complete(&batches, &existing, &trackers);
+        let checkpoints = checkpoint_folders(&batches, &trackers);
+        let copy = CopyFiles {
+            source: &*from,
+            target: &*to,
+            batches,
+            existing,
+            compare,
+            complete,
+            permissions,
+        };
+        let copied = copy.run(&job).await.map_err(|error| match Error::from(error) {
             error if error.kind() == ErrorKind::TargetExists => {
                 Error::new(ErrorKind::OtherCheckpoint, error.to_string())
                     .with_hint("choose another folder, or remove that one")
             }
             error => error.with_hint("run the same command again to continue the copy"),
-        })
+        });
+        if copied.is_ok() && !job.dry_run {
+            folders.keep();
+        }
+        let copied = copied?;
+        let checked = check::check(opener, &target, checkpoints, compare, &job).await;
+        drop(held);
+        checked.map(|()| copied)
     }
+}
+
+/// The folders of checkpoints, as the files that make them visible show.
+fn checkpoint_folders(batches: &[Vec<ObjectMeta>], trackers: &BTreeSet<Key>) -> BTreeSet<String> {
+    let indices = batches.iter().skip(1).flatten();
+    let indices = indices.filter(|file| !trackers.contains(&file.key));
+    indices.map(|file| folder_of(file).to_owned()).collect()
+}
+
+/// The files of checkpoints that are visible at the target: of each, those in its folder and below that
+/// are of no checkpoint further in.
+fn complete(
+    batches: &[Vec<ObjectMeta>],
+    existing: &BTreeMap<Key, ObjectMeta>,
+    trackers: &BTreeSet<Key>,
+) -> BTreeSet<Key> {
+    let all = checkpoint_folders(batches, trackers);
+    let indices = batches.iter().skip(1).flatten();
+    let visible: BTreeSet<&str> = indices
+        .filter(|file| existing.contains_key(&file.key) && !trackers.contains(&file.key))
+        .map(folder_of)
+        .collect();
+    let belongs = |file: &&ObjectMeta| {
+        let mut folder = folder_of(file);
+        while !all.contains(folder) && !folder.is_empty() {
+            folder = folder.rsplit_once('/').map_or("", |(above, _)| above);
+        }
+        visible.contains(folder) && !trackers.contains(&file.key)
+    };
+    batches.iter().flatten().filter(belongs).map(|file| file.key.clone()).collect()
+}
+
+/// Removes the temporary files of copies that were killed. The claims of the target show that none of
+/// its writers runs on another machine; without claims an age shows it.
+async fn remove_leftovers(target: &dyn Storage) -> Result<(), Error> {
+    const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+    let min_age = if has_locks(target) { Duration::ZERO } else { DAY };
+    match target.leftovers(None, min_age, LeftoverAction::Remove).await {
+        // A storage that cannot list them, or lets nobody do so, loses space and no data.
+        Err(error)
+            if !matches!(
+                error.kind(),
+                StorageErrorKind::Unsupported | StorageErrorKind::Denied
+            ) =>
+        {
+            Err(error.into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The claims of the target, where claims are locks: that of its folder, and those of the checkpoints
+/// that are copied into it.
+async fn claims(
+    opener: &Opener,
+    target: &str,
+    to: &Arc<dyn Storage>,
+    files: &[ObjectMeta],
+) -> Result<Vec<Arc<dyn Claim>>, Error> {
+    if !has_locks(&**to) {
+        return Ok(Vec::new());
+    }
+    let (_, indices) = split_indices(&opener.formats, files.to_vec());
+    let folders: BTreeSet<_> = indices.iter().map(folder_of).collect();
+    let mut held = Vec::new();
+    let mut new = Vec::new();
+    // The claim of the root comes first, and keeps other copies away. Each has two open files.
+    for folder in std::iter::once("").chain(folders.into_iter().filter(|name| !name.is_empty())) {
+        if held.len() >= CLAIMS_MAX {
+            break;
+        }
+        let key = match folder {
+            "" => Key::new(CLAIMED).map_err(StorageError::from)?,
+            folder => {
+                let folder = Key::new(folder).map_err(StorageError::from)?;
+                let key = folder.join(CLAIMED).map_err(StorageError::from)?;
+                new.push(folder);
+                key
+            }
+        };
+        match to.claim(&key).await {
+            Ok(claim) => held.push(claim),
+            Err(error) => {
+                drop(held);
+                // Those that have something in them stay.
+                for folder in new {
+                    to.remove_empty_folders(&folder).await?;
+                }
+                return Err(not_claimed(target, error));
+            }
+        }
+    }
+    Ok(held)
+}
+
+/// The folder that a file is in; the root has no name.
+fn folder_of(file: &ObjectMeta) -> &str {
+    file.key.as_str().rsplit_once('/').map_or("", |(folder, _)| folder)
 }
 
 async fn target_storage(
@@ -183,14 +327,11 @@ async fn indexed(
 fn batches(opener: &Opener, files: Vec<ObjectMeta>) -> Vec<Vec<ObjectMeta>> {
     let (data, indices) = split_indices(&opener.formats, files.clone());
     let mut batches = vec![data];
-    let folder = |file: &ObjectMeta| {
-        file.key.as_str().rsplit_once('/').map_or(String::new(), |(folder, _)| folder.to_owned())
-    };
-    for together in indices.chunk_by(|one, other| folder(one) == folder(other)) {
+    for together in indices.chunk_by(|one, other| folder_of(one) == folder_of(other)) {
         let mut together = together.to_vec();
         // One index alone has one order.
         if let [first, _, ..] = &*together {
-            let name = folder(first);
+            let name = folder_of(first).to_owned();
             let prefix = if name.is_empty() { String::new() } else { format!("{name}/") };
             let inside = files.iter().filter(|file| file.key.as_str().starts_with(&prefix));
             let inside: Vec<_> = inside.cloned().collect();

@@ -22,6 +22,7 @@ use crate::new_folders::NewFolders;
 use crate::opener::Opener;
 use crate::overlap_guard::keep_apart;
 use crate::rollback::Rollback;
+use crate::same_place::SharedTarget;
 use crate::target::{Place, TargetOptions};
 
 /// The most bytes of tensors in a file of a Hugging Face model, as transformers has it.
@@ -283,9 +284,11 @@ impl Destination {
         let (source, cast, unmatched) = self.cast(source, job).await?;
         let source = &source;
         let place_options = self.target_options(job);
+        let format = self.format()?;
+        let shared = SharedTarget::begin(job, format.shape()).await?;
         let folders = NewFolders::before(&self.uri, &self.rollback);
         let place = Place::new(&checkpoint.opener, &self.uri, &place_options);
-        let format = self.format()?;
+        let place = place.held_by_rank_0(job.is_coordinator());
         let options = WriterOptions::default()
             .with_overwrite(self.overwrite)
             .with_compression(self.compression);
@@ -315,6 +318,7 @@ impl Destination {
                 };
                 model_files::complete(&mut files, how.files);
                 let folder = place.model().await?;
+                shared.agree(&self.uri, &folder).await?;
                 let folder = (&folder, &*self.uri);
                 let max_bytes = self.max_shard_bytes.unwrap_or(MAX_SHARD_BYTES);
                 model_files::write(source, folder, files, max_bytes, self.overwrite, job).await?
@@ -325,16 +329,19 @@ impl Destination {
                     return Err(self.not_compressed(format));
                 }
                 let storage = place.checkpoint(target).await?;
+                shared.agree(&self.uri, &storage).await?;
                 let writer = target.writer(storage, &options)?;
                 dcp_convert::reshard(source, &*writer, self.ranks.unwrap_or(1), job).await?
             }
             Format::TorchDist => {
                 let storage = place.checkpoint(target_of(&checkpoint.opener, format)?).await?;
+                shared.agree(&self.uri, &storage).await?;
                 let layout = how.layout.unwrap_or_else(|| ParallelLayout::new(1, 1));
                 let what = (layout, how.common);
                 self.megatron.write(source, storage, what, &options, job).await?
             }
         };
+        place.release();
         if !job.dry_run {
             folders.keep();
         }

@@ -38,6 +38,8 @@ pub enum ErrorKind {
     Overlap,
     /// A checkpoint of another format, of a run, or of an unfinished save is at the target.
     OtherCheckpoint,
+    /// Another process writes at the place.
+    InUse,
     /// The place is a directory, a file or a device, and something else is needed.
     InvalidPlace,
     /// An option has no meaning, or does not apply to this checkpoint or format.
@@ -237,6 +239,7 @@ fn kind_of_storage(error: &StorageError) -> ErrorKind {
         // An option follows links.
         StorageErrorKind::Invalid | StorageErrorKind::Link => ErrorKind::InvalidOption,
         StorageErrorKind::AlreadyExists => ErrorKind::TargetExists,
+        StorageErrorKind::Conflict if error.op() == StorageOp::Claim => ErrorKind::InUse,
         StorageErrorKind::Unsupported => ErrorKind::Unsupported,
         _ => ErrorKind::Io,
     }

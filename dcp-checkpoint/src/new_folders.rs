@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::rollback::Rollback;
+use crate::uri::local_path;
 
 /// The folders that were missing when this was made. Those of them that are there, and empty,
 /// are removed when it is dropped without [`keep`](Self::keep).
@@ -18,12 +19,8 @@ pub(crate) struct NewFolders {
 impl NewFolders {
     /// Looks at `uri` before anything is made there. One that is no path has no folders.
     pub(crate) fn before(uri: &str, rollback: &Rollback) -> Self {
-        let path = match uri.split_once("://") {
-            Some(("file", path)) => path,
-            Some(_) => "",
-            None => uri,
-        };
-        let missing = Path::new(path)
+        let missing = local_path(uri)
+            .unwrap_or(Path::new(""))
             .ancestors()
             .take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists())
             .map(Path::to_owned)

@@ -14,6 +14,7 @@ use crate::keys::{Keys, unmatched_in};
 use crate::megatron_target::{MegatronTarget, common_state};
 use crate::optimizer::OptimizerOptions;
 use crate::overlap_guard::{Shape, keep_apart};
+use crate::same_place::same_sources;
 use crate::setters::{destination_options, job_options};
 use crate::whole::Whole;
 
@@ -136,6 +137,7 @@ impl Resharding<'_> {
             Some(_) => Whole::of(self.checkpoint).await?,
             None => Whole::of_keys(self.checkpoint, &selection.needed()).await?,
         };
+        same_sources(&self.job, &[&checkpoint]).await?;
         keep_apart(&checkpoint, self.destination.uri(), Shape::Folder).await?;
         refuse_unfinished(&checkpoint)?;
         let (destination, job) = (self.destination()?, &self.job);

@@ -83,6 +83,11 @@ impl Rollback {
         Arc::new(Watched { storage, rollback: self.clone() })
     }
 
+    /// From now on, something may have been made.
+    pub(crate) fn begin(&self) {
+        self.made().watching = true;
+    }
+
     /// Removes these folders, the innermost first, when the files in them are gone.
     pub(crate) fn remove_folders_later(&self, folders: &[PathBuf]) {
         self.made().folders.extend_from_slice(folders);

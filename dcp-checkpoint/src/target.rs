@@ -1,7 +1,7 @@
 //! Places to write: what may be replaced there, and what is refused.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use dcp_convert::{ConvertError, Target};
 use dcp_core::format::{
@@ -10,12 +10,13 @@ use dcp_core::format::{
 };
 use dcp_core::registry::Access;
 use dcp_core::storage::StorageExt;
-use dcp_core::{CheckpointMetadata, Key, Storage, StorageErrorKind};
+use dcp_core::{CheckpointMetadata, Key, Storage, StorageError, StorageErrorKind};
 use futures_util::StreamExt as _;
 
 use crate::absent_storage::AbsentStorage;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind};
+use crate::held_target::{CLAIMED, HeldTarget};
 use crate::new_folders::NewFolders;
 use crate::opener::Opener;
 use crate::overlap_guard::{Shape, keep_apart};
@@ -66,6 +67,7 @@ impl TargetOptions {
 #[derive(Debug)]
 pub struct TargetFile {
     target: Target,
+    held: Option<Arc<HeldTarget>>,
     folders: NewFolders,
 }
 
@@ -78,6 +80,9 @@ impl TargetFile {
 
     /// The file was written: its folders stay.
     pub fn keep(self) {
+        if let Some(held) = self.held {
+            held.release();
+        }
         self.folders.keep();
     }
 }
@@ -97,8 +102,9 @@ impl Checkpoint {
     ) -> Result<TargetFile, Error> {
         keep_apart(self, uri, Shape::File).await?;
         let folders = NewFolders::before(uri, &options.rollback);
-        let target = Place::new(&self.opener, uri, options).file().await?;
-        Ok(TargetFile { target, folders })
+        let place = Place::new(&self.opener, uri, options);
+        let target = place.file().await?;
+        Ok(TargetFile { target, held: place.held.into_inner(), folders })
     }
 }
 
@@ -107,15 +113,31 @@ pub(crate) struct Place<'a> {
     opener: &'a Opener,
     uri: &'a str,
     options: &'a TargetOptions,
+    claims: bool,
+    held: OnceLock<Arc<HeldTarget>>,
 }
 
 impl<'a> Place<'a> {
     pub(crate) fn new(opener: &'a Opener, uri: &'a str, options: &'a TargetOptions) -> Self {
-        Self { opener, uri, options }
+        Self { opener, uri, options, claims: true, held: OnceLock::new() }
     }
 
-    /// The storage of a folder to write to, or of a dry run to look at: that one makes nothing.
-    async fn storage(&self, uri: &str) -> Result<Arc<dyn Storage>, Error> {
+    /// The same for a rank of a group, of which rank 0 holds the place.
+    pub(crate) fn held_by_rank_0(mut self, is_rank_0: bool) -> Self {
+        self.claims = is_rank_0;
+        self
+    }
+
+    /// Ends the claim of the place, when all is written.
+    pub(crate) fn release(&self) {
+        if let Some(held) = self.held.get() {
+            held.release();
+        }
+    }
+
+    /// The storage of a folder to write to, in which `claimed` is claimed, or of a dry run to look at:
+    /// that one makes nothing.
+    async fn storage(&self, uri: &str, claimed: Key) -> Result<Arc<dyn Storage>, Error> {
         let dry_run = self.options.dry_run;
         let access = if dry_run { Access::Read } else { Access::Write };
         match self.opener.storages().open(uri, access).await {
@@ -129,13 +151,26 @@ impl<'a> Place<'a> {
                 Err(self.is_file())
             }
             Ok(storage) if dry_run => Ok(storage),
-            Ok(storage) => Ok(self.options.rollback.watch(storage)),
+            Ok(storage) if !self.claims => Ok(self.options.rollback.watch(storage)),
+            Ok(storage) => {
+                self.options.rollback.begin();
+                // What a rollback removes later is still claimed then.
+                let held = HeldTarget::take(storage, claimed, self.uri).await?;
+                let held = Arc::clone(self.held.get_or_init(|| held));
+                Ok(self.options.rollback.watch(held))
+            }
             Err(error) if dry_run && error.kind() == StorageErrorKind::NotFound => {
                 Ok(Arc::new(AbsentStorage))
             }
             Err(_) if Path::new(uri).is_file() => Err(self.is_file()),
             Err(error) => Err(Error::from(error).context(format!("cannot write to {uri:?}"))),
         }
+    }
+
+    /// The storage of the folder at the place.
+    async fn folder(&self) -> Result<Arc<dyn Storage>, Error> {
+        let claimed = Key::new(CLAIMED).map_err(StorageError::from)?;
+        self.storage(self.uri, claimed).await
     }
 
     /// Whether there is a folder: on a file system one without files as well.
@@ -172,7 +207,7 @@ impl<'a> Place<'a> {
             || Error::new(ErrorKind::InvalidPlace, format!("{uri:?} is not a name for a file"));
         let (parent, name) = split(uri).ok_or_else(no_name)?;
         let key = Key::new(name).map_err(|_| no_name())?;
-        let storage = self.storage(&parent).await?;
+        let storage = self.storage(&parent, key.clone()).await?;
         if !self.options.overwrite && storage.contains(&key).await? {
             return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
         }
@@ -182,7 +217,7 @@ impl<'a> Place<'a> {
     /// A folder to write plain files into, beside others. No format that readers open as a whole
     /// may have a checkpoint there.
     pub(crate) async fn plain_files(&self) -> Result<Arc<dyn Storage>, Error> {
-        let storage = self.storage(self.uri).await?;
+        let storage = self.folder().await?;
         let place = self.opener.look(self.uri, &storage).await?;
         self.refuse_others(&place, &[MODELS], false).await?;
         Ok(storage)
@@ -191,7 +226,7 @@ impl<'a> Place<'a> {
     /// A folder to write a Hugging Face model into. What is there of one, its writer replaces or
     /// refuses.
     pub(crate) async fn model(&self) -> Result<Arc<dyn Storage>, Error> {
-        let storage = self.storage(self.uri).await?;
+        let storage = self.folder().await?;
         let place = self.opener.look(self.uri, &storage).await?;
         self.refuse_others(&place, &[MODELS], true).await?;
         Ok(storage)
@@ -203,7 +238,7 @@ impl<'a> Place<'a> {
         &self,
         target: &dyn CheckpointTarget,
     ) -> Result<Arc<dyn Storage>, Error> {
-        let storage = self.storage(self.uri).await?;
+        let storage = self.folder().await?;
         let place = self.opener.look(self.uri, &storage).await?;
         let metadata = self.refuse_others(&place, target.parts(), true).await?;
         match target.existing(&place.listing().root(), metadata.as_deref()) {

@@ -8,6 +8,7 @@ use crate::error::Error;
 use crate::new_folders::NewFolders;
 use crate::overlap_guard::{Shape, keep_apart};
 use crate::rollback::Rollback;
+use crate::same_place::{SharedTarget, same_sources};
 use crate::setters::job_options;
 use crate::target::{Place, TargetOptions};
 use crate::whole::Whole;
@@ -69,14 +70,19 @@ impl Unsharding<'_> {
     /// When there is no `model`, and those of [`Conversion::run`](crate::jobs::Conversion::run).
     pub async fn run(self) -> Result<UnshardReport, Error> {
         let checkpoint = Whole::of(self.checkpoint).await?;
+        same_sources(&self.job, &[&checkpoint]).await?;
         keep_apart(&checkpoint, &self.target, Shape::Folder).await?;
+        let shared = SharedTarget::begin(&self.job, Shape::Folder).await?;
         let folders = NewFolders::before(&self.target, &self.rollback);
         let options =
             TargetOptions::default().with_dry_run(self.job.dry_run).with_rollback(&self.rollback);
         let place = Place::new(&checkpoint.opener, &self.target, &options);
+        let place = place.held_by_rank_0(self.job.is_coordinator());
         let storage = place.plain_files().await?;
+        shared.agree(&self.target, &storage).await?;
         let report =
             unshard_checkpoint(&checkpoint.source, &storage, &self.options, &self.job).await?;
+        place.release();
         if !self.job.dry_run {
             folders.keep();
         }

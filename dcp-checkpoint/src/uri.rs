@@ -1,5 +1,7 @@
 //! URIs: their folders and names.
 
+use std::path::Path;
+
 /// The folder that a URI is in, and its name there; none for a root, such as a bucket.
 pub(crate) fn split(uri: &str) -> Option<(String, String)> {
     let (scheme, path) = match uri.split_once("://") {
@@ -16,6 +18,15 @@ pub(crate) fn split(uri: &str) -> Option<(String, String)> {
         None => (".", path),
     };
     (!name.is_empty()).then(|| (format!("{scheme}{parent}"), name.to_owned()))
+}
+
+/// The path that a URI is, if it is that of a local file system.
+pub(crate) fn local_path(uri: &str) -> Option<&Path> {
+    match uri.split_once("://") {
+        Some(("file", path)) => Some(Path::new(path)),
+        Some(_) => None,
+        None => Some(Path::new(uri)),
+    }
 }
 
 /// The URI of `name` in the folder `uri`.

@@ -131,6 +131,7 @@ fn exit(kind: ErrorKind) -> Exit {
         | ErrorKind::Damaged
         | ErrorKind::Unfinished
         | ErrorKind::Unmapped
+        | ErrorKind::InUse
         | ErrorKind::Callables => Exit::Bad,
         _ => Exit::Usage,
     }

@@ -39,6 +39,16 @@ impl Shared {
 
     /// A temporary file in the folder of `key`, which is created if it is missing.
     pub(crate) fn create_temp(&self, op: StorageOp, key: &Key) -> Result<Temp, StorageError> {
+        self.create_temp_with(op, key, None)
+    }
+
+    /// The same with at most these permissions.
+    pub(crate) fn create_temp_with(
+        &self,
+        op: StorageOp,
+        key: &Key,
+        permissions: Option<u32>,
+    ) -> Result<Temp, StorageError> {
         self.refuse_reserved(op, key)?;
         let (path, name) = parts(key);
         let create = || {
@@ -47,7 +57,7 @@ impl Shared {
             if self.sync {
                 settle(&self.root, path)?;
             }
-            Temp::create(folder)
+            Temp::create(folder, permissions.unwrap_or(0o666))
         };
         create().map_err(on_key(op, key))
     }

@@ -101,7 +101,7 @@ impl Storage for FsStorage {
         key: &Key,
         options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
-        let mode = options.mode;
+        let (mode, permissions) = (options.mode, options.permissions);
         refuse_update(StorageOp::Upload, key, &mode)?;
         let (shared, for_thread) = (Arc::clone(&self.0), key.clone());
         let is_new = mode == PutMode::Create;
@@ -113,7 +113,7 @@ impl Storage for FsStorage {
                     Err(StorageError::new(kind, op, Some(key.clone())))
                 }
                 Err(error) if error.kind() != StorageErrorKind::NotFound => Err(error),
-                _ => shared.create_temp(op, key),
+                _ => shared.create_temp_with(op, key, permissions),
             }
         })
         .await?;

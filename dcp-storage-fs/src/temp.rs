@@ -28,15 +28,16 @@ pub(crate) struct Temp {
 }
 
 impl Temp {
-    /// A new empty file in `folder`.
-    pub(crate) fn create(folder: OwnedFd) -> io::Result<Self> {
+    /// A new empty file in `folder`, with at most these permissions.
+    pub(crate) fn create(folder: OwnedFd, permissions: u32) -> io::Result<Self> {
         #[cfg(test)]
         crate::kills::step();
         let owner = Owner::current();
+        let mode = Mode::from_raw_mode(permissions & 0o777);
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
         loop {
             let name = owner.temp_name();
-            match openat(&folder, &name, flags, Mode::from_raw_mode(0o666)) {
+            match openat(&folder, &name, flags, mode) {
                 Ok(file) => {
                     let file = Arc::new(File::from(file));
                     #[cfg(feature = "disk-log")]
@@ -173,7 +174,7 @@ mod tests {
 
     fn temp(root: &std::path::Path, bytes: &[u8]) -> Temp {
         let root = Root::open(root.to_owned(), &Links::Below).unwrap();
-        let temp = Temp::create(root.open_below("", FOLDER).unwrap()).unwrap();
+        let temp = Temp::create(root.open_below("", FOLDER).unwrap(), 0o666).unwrap();
         (&**temp.file()).write_all(bytes).unwrap();
         temp
     }

@@ -3,10 +3,12 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail loudly")]
 
 mod callables;
+mod claimed_targets;
 mod combine;
 mod complete;
 mod convert;
 mod copy;
+mod copy_whole;
 mod damaged;
 mod diff;
 mod errors;
@@ -33,6 +35,7 @@ mod prune;
 mod ranks;
 mod ranks_bucket;
 mod ranks_compare;
+mod ranks_places;
 mod ranks_write;
 mod report;
 mod reshard;

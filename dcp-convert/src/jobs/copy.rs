@@ -36,17 +36,12 @@ pub struct CopyFiles<'a> {
     pub existing: BTreeMap<Key, ObjectMeta>,
     /// How files are compared.
     pub compare: Comparing,
-    /// The files that are replaced if they differ; the others may only be created.
-    pub replace: Replace,
-}
-
-/// The files of a target that a copy may replace.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Replace {
-    /// Every file: the target is the rest of an interrupted copy.
-    All,
-    /// These files only, such as the tracker of a run.
-    Only(BTreeSet<Key>),
+    /// The files of complete checkpoints at the target, which are never replaced. The others are the rest of
+    /// an interrupted copy, or change with each save, such as the tracker of a run.
+    pub complete: BTreeSet<Key>,
+    /// The most permissions that a file gets at a target of files, as the bits of `chmod`. A file that has
+    /// none here gets those of new files.
+    pub permissions: BTreeMap<Key, u32>,
 }
 
 /// How a copy is compared with its source.
@@ -157,9 +152,19 @@ impl CopyFiles<'_> {
 
     /// Whether a file at the target may only stay as it is.
     fn is_final(&self, key: &Key) -> bool {
-        match &self.replace {
-            Replace::All => false,
-            Replace::Only(keys) => self.existing.contains_key(key) && !keys.contains(key),
+        self.existing.contains_key(key) && self.complete.contains(key)
+    }
+
+    /// What is at the target is what was listed there, so that another writer in the same place fails, or
+    /// this one does, where the storage can tell.
+    fn put_mode(&self, key: &Key) -> PutMode {
+        let capabilities = self.target.capabilities();
+        match self.existing.get(key) {
+            None if capabilities.atomic_create => PutMode::Create,
+            Some(ObjectMeta { version: Some(version), .. }) if capabilities.conditional_put => {
+                PutMode::Update(version.clone())
+            }
+            _ => PutMode::Overwrite,
         }
     }
 
@@ -204,7 +209,8 @@ impl CopyFiles<'_> {
             return Ok(Outcome::Copied(len));
         }
         let advance = |bytes| options.advance(bytes);
-        let (crc32, copied) = match len <= WHOLE_BYTES.min(segment) {
+        let is_plain = !self.permissions.contains_key(key);
+        let (crc32, copied) = match is_plain && len <= WHOLE_BYTES.min(segment) {
             true => self.copy_whole(file, &advance).await?,
             false => self.copy_in_parts(file, segment, &advance).await?,
         };
@@ -234,7 +240,7 @@ impl CopyFiles<'_> {
     ) -> Result<(u32, ObjectMeta), StorageError> {
         let bytes = read(self.source, file, 0..file.byte_len).await?;
         let crc32 = crc32fast::hash(&bytes);
-        let copied = self.target.put(&file.key, bytes.into(), PutMode::Overwrite).await?;
+        let copied = self.target.put(&file.key, bytes.into(), self.put_mode(&file.key)).await?;
         advance(file.byte_len);
         Ok((crc32, copied))
     }
@@ -254,7 +260,9 @@ impl CopyFiles<'_> {
                 format!("it has {} bytes, more than the storage allows", file.byte_len),
             )
         })?;
-        let how = UploadOptions::new(PutMode::Overwrite, part_bytes).with_byte_len(file.byte_len);
+        let how = UploadOptions::new(self.put_mode(&file.key), part_bytes)
+            .with_byte_len(file.byte_len)
+            .with_permissions(self.permissions.get(&file.key).copied());
         let mut upload = self.target.start_upload(&file.key, how).await?;
         match send(self.source, file, &mut *upload, part_bytes, advance).await {
             Ok(crc32) => Ok((crc32, upload.complete().await?)),

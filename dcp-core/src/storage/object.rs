@@ -194,6 +194,9 @@ pub struct UploadOptions {
     pub part_bytes: u64,
     /// The length of the object, if it is known.
     pub byte_len: Option<u64>,
+    /// The most permissions that the file gets, as the bits of `chmod`, on a storage of files; without
+    /// them those that new files get.
+    pub permissions: Option<u32>,
 }
 
 impl UploadOptions {
@@ -201,13 +204,20 @@ impl UploadOptions {
     /// [`WriteLimits::part_bytes_for`](super::WriteLimits::part_bytes_for).
     #[must_use]
     pub fn new(mode: PutMode, part_bytes: u64) -> Self {
-        Self { mode, part_bytes, byte_len: None }
+        Self { mode, part_bytes, byte_len: None, permissions: None }
     }
 
     /// Announces the length of the object, for storages that reserve space.
     #[must_use]
     pub fn with_byte_len(mut self, byte_len: u64) -> Self {
         self.byte_len = Some(byte_len);
+        self
+    }
+
+    /// Bounds the permissions of the file, on a storage of files.
+    #[must_use]
+    pub fn with_permissions(mut self, permissions: Option<u32>) -> Self {
+        self.permissions = permissions;
         self
     }
 }

@@ -1,0 +1,72 @@
+//! Compares a copy with what its formats and its own checksums say.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use dcp_convert::integrity::{Problem, ProblemKind};
+use dcp_convert::jobs::copy::Comparing;
+use dcp_convert::{JobOptions, Source};
+use dcp_core::text::Quoted;
+
+use crate::error::{Error, ErrorKind};
+use crate::opener::{Need, Opener};
+use crate::uri::below;
+
+/// Checks the checkpoints at the target: that each has the files which its format needs, and the bytes of
+/// its own checksums. The bytes that were read from the source may have been damaged on the way.
+pub(super) async fn check(
+    opener: &Opener,
+    target: &str,
+    folders: BTreeSet<String>,
+    compare: Comparing,
+    job: &JobOptions,
+) -> Result<(), Error> {
+    if job.dry_run {
+        return Ok(());
+    }
+    if let Some(group) = &job.group {
+        // Rank 0 has copied the indices.
+        group.all_gather(Vec::new().into()).await?;
+    }
+    let mut silent = job.clone();
+    silent.progress = None;
+    let opener = opener.unheard().need(Need::Readable);
+    let mut checked = BTreeSet::new();
+    for folder in folders {
+        let uri = if folder.is_empty() { target.to_owned() } else { below(target, &folder) };
+        // A file may only have the name of an index.
+        let Ok(checkpoint) = opener.open(&uri).await else { continue };
+        // The rest of a save is copied as what it is.
+        if !checked.insert(checkpoint.place.clone()) || checkpoint.unfinished.is_some() {
+            continue;
+        }
+        let source = match checkpoint.megatron {
+            // The bytes of Megatron-Core's are those of PyTorch, on which it builds.
+            Some(_) => Source::dcp(Arc::clone(&checkpoint.storage), true),
+            None => checkpoint.source.clone(),
+        };
+        let deep = compare == Comparing::Bytes;
+        let report = match dcp_convert::verify(&source, deep, &silent).await {
+            Err(error) => match Error::from(error) {
+                // One without an index of PyTorch.
+                error if error.kind() == ErrorKind::NotACheckpoint => continue,
+                error => return Err(error),
+            },
+            Ok(report) => report,
+        };
+        let is_lost = |problem: &&Problem| {
+            use ProblemKind::{ChangedFile, Corrupt, MissingFile, ShortFile};
+            matches!(problem.kind, MissingFile | ShortFile | ChangedFile | Corrupt)
+        };
+        let lost = report.problems.iter().find(is_lost).filter(|_| job.is_coordinator());
+        if let Some(Problem { file, message, .. }) = lost {
+            let file = file.as_deref().map_or(String::new(), |file| format!("{}: ", Quoted(file)));
+            let message = format!("the copy {uri:?} is not a whole checkpoint: {file}{message}");
+            return Err(Error::new(ErrorKind::Damaged, message).with_hint(
+                "`dcp verify --deep` of the source says whether it is whole; if it is, remove the copy \
+                 and copy again",
+            ));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,150 @@
+//! The entries of a local folder that a listing of it leaves out, and the permissions of its files.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use dcp_core::Key;
+use dcp_core::text::Quoted;
+
+use crate::error::{Error, ErrorKind};
+
+/// The beginnings of the names of a storage's own files.
+const RESERVED: [&str; 2] = [".dcp-tmp.", ".dcp-lock."];
+
+/// A folder that is to be looked into.
+struct Folder {
+    path: PathBuf,
+    /// Its name below the root, with a separator.
+    prefix: String,
+    /// The permissions that the folders on the way leave to a file.
+    allowed: u32,
+    /// Whether a link leads into it, in which no further one is followed.
+    by_link: bool,
+}
+
+/// Looks at everything below `root`, of which `listed` are the files that a copy copies.
+///
+/// Returns the permissions of those: the bits of each, without those that a folder on its way takes from
+/// the group or from others.
+///
+/// # Errors
+///
+/// For a link that was not followed, and for a name that is no key. What the listing has not because it
+/// is newer, or no file, is no error.
+pub(super) fn look(
+    root: &Path,
+    listed: &dyn Fn(&Key) -> bool,
+    has_below: &dyn Fn(&str) -> bool,
+) -> Result<BTreeMap<Key, u32>, Error> {
+    let mut permissions = BTreeMap::new();
+    let first = Folder {
+        path: root.to_owned(),
+        prefix: String::new(),
+        allowed: allowed_below(root, 0o777),
+        by_link: false,
+    };
+    let mut folders = vec![first];
+    while let Some(folder) = folders.pop() {
+        let entries = match fs::read_dir(&folder.path) {
+            Ok(entries) => entries,
+            // It went away since it was listed, or is one file.
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+                ) =>
+            {
+                continue;
+            }
+            Err(error) => return Err(cannot_read(&folder.path, error)),
+        };
+        for entry in entries {
+            let entry = entry.map_err(|error| cannot_read(&folder.path, error))?;
+            let path = entry.path();
+            let kind = match entry.file_type() {
+                Ok(kind) => kind,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) => return Err(cannot_read(&path, error)),
+            };
+            let name = entry.file_name();
+            let Some(name) = name.to_str() else { return Err(no_key(&path, "it is not UTF-8")) };
+            if RESERVED.iter().any(|reserved| name.starts_with(reserved)) {
+                continue;
+            }
+            let below = format!("{}{name}", folder.prefix);
+            if !kind.is_symlink() && !kind.is_dir() && !kind.is_file() {
+                continue;
+            }
+            let key = match Key::new(&below) {
+                Ok(key) => key,
+                Err(error) => return Err(no_key(&path, error.reason)),
+            };
+            let is_folder = match kind.is_symlink() {
+                false => kind.is_dir(),
+                true if listed(&key) => false,
+                true => match fs::metadata(&path) {
+                    Ok(meta) if meta.is_dir() && is_empty(&path) => continue,
+                    Ok(meta) if meta.is_dir() && !folder.by_link && has_below(&below) => true,
+                    Ok(meta) if !meta.is_dir() && !meta.is_file() => continue,
+                    Ok(_) => return Err(not_followed(&path)),
+                    Err(error) => return Err(leads_nowhere(&path, error)),
+                },
+            };
+            if is_folder {
+                let allowed = allowed_below(&path, folder.allowed);
+                let by_link = folder.by_link || kind.is_symlink();
+                folders.push(Folder { path, prefix: format!("{below}/"), allowed, by_link });
+            } else if listed(&key)
+                && let Ok(meta) = fs::metadata(&path)
+            {
+                permissions.insert(key, meta.permissions().mode() & folder.allowed);
+            }
+        }
+    }
+    Ok(permissions)
+}
+
+/// The permissions of `allowed` that a folder leaves to the files in it.
+fn allowed_below(folder: &Path, allowed: u32) -> u32 {
+    let Ok(meta) = fs::metadata(folder) else { return allowed };
+    let mode = meta.permissions().mode();
+    let of = |passes: u32, bits: u32| if mode & passes == 0 { bits } else { 0 };
+    allowed & !of(0o010, 0o070) & !of(0o001, 0o007)
+}
+
+fn is_empty(folder: &Path) -> bool {
+    fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_none())
+}
+
+fn cannot_read(path: &Path, error: io::Error) -> Error {
+    let message = format!("cannot read {}", Quoted(&path.to_string_lossy()));
+    Error::new(ErrorKind::Io, message).because(error)
+}
+
+fn not_followed(path: &Path) -> Error {
+    let message = format!(
+        "{} is a symbolic link that leads out of the folder, and is not followed",
+        Quoted(&path.to_string_lossy())
+    );
+    Error::new(ErrorKind::InvalidOption, message)
+        .with_hint("--follow-links copies what it leads to; only do so in folders that you trust")
+}
+
+fn leads_nowhere(path: &Path, error: io::Error) -> Error {
+    let message =
+        format!("{} is a symbolic link that leads nowhere", Quoted(&path.to_string_lossy()));
+    Error::new(ErrorKind::Damaged, message)
+        .because(error)
+        .with_hint("remove the link, or put back what it led to")
+}
+
+fn no_key(path: &Path, reason: &str) -> Error {
+    let message = format!(
+        "cannot copy {}: {reason}, which other storages have no name for",
+        Quoted(&path.to_string_lossy())
+    );
+    Error::new(ErrorKind::Unsupported, message).with_hint("rename it, or move it out of the folder")
+}

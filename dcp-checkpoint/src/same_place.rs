@@ -1,0 +1,260 @@
+//! Refuses ranks that do not see the place that rank 0 sees, before one of them works.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use dcp_convert::JobOptions;
+use dcp_convert::group::JobGroup;
+use dcp_core::digest::fnv1a_128;
+use dcp_core::storage::{ObjectMeta, PutMode, StorageExt as _};
+use dcp_core::text::Quoted;
+use dcp_core::wire::{MessageReader, MessageWriter};
+use dcp_core::{
+    CheckpointError, CollectiveError, Key, Payload, Storage, StorageError, StorageErrorKind,
+};
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+
+use crate::checkpoint::Checkpoint;
+use crate::error::Error;
+use crate::overlap_guard::Shape;
+
+/// The beginning of the name of the file by which ranks find that they see one target. A rank that is
+/// killed may leave one.
+const TOKEN: &str = ".dcp-ranks.";
+
+const SEEN: [u8; 4] = *b"dsp1";
+/// Requests for the versions of files at once.
+const IN_FLIGHT: usize = 16;
+
+const ADVICE: &str = "give all ranks the same options, and paths of a file system or URLs of a store that \
+                      all of them share; --single runs the command in one process";
+
+/// Whether this is the name of a file by which ranks find that they see one target.
+pub(crate) fn is_token(key: &Key) -> bool {
+    key.as_str().starts_with(TOKEN)
+}
+
+/// The group of a job that several ranks share.
+fn several(job: &JobOptions) -> Option<&JobGroup> {
+    job.group.as_ref().filter(|group| group.world_size() > 1)
+}
+
+fn differs(rank: usize, op: &'static str, message: String) -> Error {
+    let rank = u32::try_from(rank).unwrap_or(u32::MAX);
+    let error = CollectiveError::Mismatch { rank, op, message };
+    Error::from(CheckpointError::from(error)).with_hint(ADVICE)
+}
+
+/// What a rank sees of one source.
+#[derive(Debug, PartialEq, Eq)]
+struct Seen {
+    name: String,
+    index: u128,
+    files: u128,
+}
+
+impl Seen {
+    fn new(name: &str, index: &[u8], files: &BTreeMap<Key, Option<ObjectMeta>>) -> Self {
+        let mut message = MessageWriter::new(SEEN);
+        for (key, meta) in files {
+            message.text(key.as_str());
+            message.number(meta.as_ref().map_or(u64::MAX, |meta| meta.byte_len));
+            let version = meta.as_ref().and_then(|meta| meta.version.as_ref());
+            message.text(version.map_or("", |version| version.as_str()));
+        }
+        let (index, files) = (fnv1a_128(index), fnv1a_128(&message.finish()));
+        Self { name: name.to_owned(), index, files }
+    }
+
+    fn write_to(&self, message: &mut MessageWriter) {
+        message.text(&self.name);
+        message.bytes(&self.index.to_le_bytes());
+        message.bytes(&self.files.to_le_bytes());
+    }
+
+    fn read_from(message: &mut MessageReader<'_>) -> Result<Self, CheckpointError> {
+        let name = message.text()?.to_owned();
+        let mut number = || -> Result<u128, CheckpointError> {
+            let bytes = message.bytes()?.try_into().unwrap_or_default();
+            Ok(u128::from_le_bytes(bytes))
+        };
+        Ok(Self { name, index: number()?, files: number()? })
+    }
+
+    /// How another rank's differs from this one, which is rank 0's.
+    fn difference(&self, other: &Self) -> Option<String> {
+        let name = Quoted(&self.name);
+        if self.index != other.index {
+            return Some(format!("it reads another index than rank 0 at {name}"));
+        }
+        if self.files != other.files {
+            let what = "files of other lengths or versions than rank 0";
+            return Some(format!("it sees {what} at {name}"));
+        }
+        None
+    }
+}
+
+/// Refuses ranks that open other checkpoints than rank 0: another index, or files of other lengths or
+/// versions. All ranks fail with one error, which names the lowest of those that differ.
+pub(crate) async fn same_sources(
+    job: &JobOptions,
+    checkpoints: &[&Checkpoint],
+) -> Result<(), Error> {
+    let Some(group) = several(job) else { return Ok(()) };
+    let mut seen = Vec::with_capacity(checkpoints.len());
+    for checkpoint in checkpoints {
+        let names = checkpoint.source.names().await?;
+        let files = files_of(checkpoint).await?;
+        seen.push(Seen::new(&checkpoint.uri, &names.to_wire(), &files));
+    }
+    agree(group, &seen).await
+}
+
+/// The same for a source that is these files.
+pub(crate) async fn same_files(
+    job: &JobOptions,
+    name: &str,
+    files: &[ObjectMeta],
+) -> Result<(), Error> {
+    let Some(group) = several(job) else { return Ok(()) };
+    let files = files.iter().map(|file| (file.key.clone(), Some(file.clone()))).collect();
+    agree(group, &[Seen::new(name, &[], &files)]).await
+}
+
+async fn agree(group: &JobGroup, seen: &[Seen]) -> Result<(), Error> {
+    let mut message = MessageWriter::new(SEEN);
+    message.number(seen.len() as u64);
+    seen.iter().for_each(|one| one.write_to(&mut message));
+    let all = group.all_gather(message.finish()).await?;
+    let decode = |bytes: &[u8]| -> Result<Vec<Seen>, CheckpointError> {
+        let mut message = MessageReader::new(bytes, SEEN)?;
+        let all = (0..message.count()?).map(|_| Seen::read_from(&mut message)).collect();
+        message.finish()?;
+        all
+    };
+    let op = "the look at the source";
+    let first = all.first().map(|bytes| decode(bytes)).transpose()?.unwrap_or_default();
+    for (rank, bytes) in all.iter().enumerate() {
+        let other = decode(bytes)?;
+        if other.len() != first.len() {
+            return Err(differs(rank, op, "it opens other checkpoints than rank 0".to_owned()));
+        }
+        let difference = first.iter().zip(&other).find_map(|(one, other)| one.difference(other));
+        if let Some(difference) = difference {
+            return Err(differs(rank, op, difference));
+        }
+    }
+    Ok(())
+}
+
+/// The files of a checkpoint: those that its index names, and those that its formats own; `None` for
+/// one that is missing.
+async fn files_of(checkpoint: &Checkpoint) -> Result<BTreeMap<Key, Option<ObjectMeta>>, Error> {
+    let source = &checkpoint.source;
+    let mut files: BTreeMap<Key, Option<ObjectMeta>> = BTreeMap::new();
+    if checkpoint.is_folder {
+        let opener = &checkpoint.opener;
+        let place = opener.look(&checkpoint.place, &checkpoint.storage).await?;
+        let root = place.listing().root();
+        for file in place.listing().objects() {
+            let first = file.key.as_str().split('/').next().unwrap_or_default();
+            if opener.formats.owns(&root, first) {
+                files.insert(file.key.clone(), Some(file.clone()));
+            }
+        }
+    }
+    let names = source.names().await?;
+    let unlisted: Vec<Key> =
+        names.files().iter().filter(|key| !files.contains_key(key)).cloned().collect();
+    let stats = unlisted.into_iter().map(|key| async move {
+        match source.storage.stat(&key).await {
+            Ok(meta) => Ok((key, Some(meta))),
+            Err(error) if error.kind() == StorageErrorKind::NotFound => Ok((key, None)),
+            Err(error) => Err(error),
+        }
+    });
+    // A stream over the closure itself would not be `Send`.
+    let stats: Vec<_> = stats.collect();
+    let stats: Vec<_> = stream::iter(stats).buffered(IN_FLIGHT).try_collect().await?;
+    files.extend(stats);
+    Ok(files)
+}
+
+/// How ranks find that they see one target: rank 0 writes a file with a number there, which all others
+/// read, and removes it. Nothing is exchanged in a dry run, which makes nothing.
+#[derive(Debug)]
+pub(crate) struct SharedTarget<'a> {
+    group: Option<&'a JobGroup>,
+    number: Vec<u8>,
+}
+
+impl<'a> SharedTarget<'a> {
+    /// Waits until rank 0 has opened and claimed the target, before this rank opens it: so rank 0 knows
+    /// which folders are new.
+    pub(crate) async fn begin(job: &'a JobOptions, shape: Shape) -> Result<Self, Error> {
+        // One file is written by rank 0.
+        let group = several(job).filter(|_| !job.dry_run && shape == Shape::Folder);
+        let number = match group {
+            Some(group) if !group.is_coordinator() => {
+                group.broadcast(Vec::new().into()).await?.to_vec()
+            }
+            _ => format!("{:032x}", number()).into_bytes(),
+        };
+        Ok(Self { group, number })
+    }
+
+    /// Refuses ranks that do not see the target of rank 0. All ranks fail with one error, which names the
+    /// lowest of those.
+    pub(crate) async fn agree(self, target: &str, storage: &Arc<dyn Storage>) -> Result<(), Error> {
+        let Some(group) = self.group else { return Ok(()) };
+        let number = self.number;
+        let token = format!("{TOKEN}{}", String::from_utf8_lossy(&number));
+        let token = Key::new(token).map_err(StorageError::from)?;
+        if group.is_coordinator() {
+            let written = storage.put(&token, Payload::from(number.clone()), PutMode::Create).await;
+            let context = || format!("cannot write to {target:?}");
+            written.map_err(|error| Error::from(error).context(context()))?;
+        }
+        let agreed = async {
+            let sees = match group.is_coordinator() {
+                true => {
+                    group.broadcast(number.into()).await?;
+                    true
+                }
+                false => sees(&**storage, &token, &number).await?,
+            };
+            group.all_gather(vec![u8::from(sees)].into()).await
+        };
+        let agreed = agreed.await;
+        let removed = match group.is_coordinator() {
+            true => storage.delete(&[token]).await,
+            false => Ok(()),
+        };
+        let agreed = agreed?;
+        removed?;
+        match agreed.iter().position(|sees| **sees != [1]) {
+            None => Ok(()),
+            Some(rank) => {
+                let message = format!("it does not see what rank 0 writes to {}", Quoted(target));
+                Err(differs(rank, "the look at the target", message))
+            }
+        }
+    }
+}
+
+/// Whether the file of rank 0 is here.
+async fn sees(storage: &dyn Storage, token: &Key, number: &[u8]) -> Result<bool, CheckpointError> {
+    match storage.read_all(token).await {
+        Ok(bytes) => Ok(bytes == number),
+        Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// A number that no other job has.
+fn number() -> u128 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    fnv1a_128(format!("{} {}", since.as_nanos(), std::process::id()).as_bytes())
+}

@@ -1,0 +1,217 @@
+//! What `dcp copy` must not leave out, change or leave behind.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use dcp::Storage;
+use dcp::core::Key;
+use dcp::core::storage::{PutMode, UploadOptions};
+use dcp_storage_fs::FsStorage;
+
+use crate::ranks::on_ranks;
+use crate::ranks_write::files;
+use crate::support::{copy_of, dcp, path};
+
+const SOURCE: &str = "fsdp2_adam_2r";
+
+/// A run of two checkpoints.
+fn run(folder: &Path) -> PathBuf {
+    let run = folder.join("run");
+    for step in ["step-10", "step-20"] {
+        dcp_testing::copy_folder(copy_of(SOURCE).path(), &run.join(step));
+    }
+    run
+}
+
+/// The command on one process and on two refuses to copy, says this, and makes nothing.
+#[track_caller]
+fn refused(source: &Path, code: i32, texts: &[&str]) {
+    let folder = tempfile::tempdir().unwrap();
+    let target = path(&folder, "target");
+    let args = ["copy", source.to_str().unwrap(), &target];
+    for run in [dcp(args), on_ranks(2, &args)] {
+        run.fails(code, texts);
+        assert!(!Path::new(&target).exists(), "{texts:?}");
+    }
+}
+
+#[test]
+fn links_out_of_the_source_are_copied_or_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = run(folder.path());
+    let (data, disk) = (run.join("step-10/__1_0.distcp"), folder.path().join("disk"));
+    fs::rename(&data, &disk).unwrap();
+    symlink(&disk, &data).unwrap();
+    refused(&run, 2, &["step-10/__1_0.distcp", "symbolic link", "--follow-links"]);
+    refused(&run.join("step-10"), 2, &["__1_0.distcp", "--follow-links"]);
+
+    fs::remove_file(&data).unwrap();
+    fs::rename(&disk, &data).unwrap();
+    let step = run.join("step-20");
+    fs::rename(&step, &disk).unwrap();
+    symlink(&disk, &step).unwrap();
+    refused(&run, 2, &["step-20", "symbolic link", "--follow-links"]);
+    let target = path(&folder, "target");
+    dcp(["copy", run.to_str().unwrap(), &target, "--follow-links"]).ok();
+    let copied = Path::new(&target);
+    assert!(files(&copied.join("step-20")) == files(&disk));
+    assert!(files(&copied.join("step-10")) == files(&run.join("step-10")));
+
+    fs::remove_file(&step).unwrap();
+    symlink(folder.path().join("nowhere"), &step).unwrap();
+    refused(&run, 1, &["step-20", "leads nowhere"]);
+    // A link to another file of the source is that file, and an empty folder loses nothing.
+    fs::remove_file(&step).unwrap();
+    symlink("__1_0.distcp", run.join("step-10/link")).unwrap();
+    fs::create_dir(folder.path().join("empty")).unwrap();
+    symlink(folder.path().join("empty"), run.join("step-10/empty")).unwrap();
+    let target = path(&folder, "with-link");
+    dcp(["copy", run.to_str().unwrap(), &target]).ok();
+    assert!(Path::new(&target).join("step-10/link").is_file());
+}
+
+#[test]
+fn names_that_are_no_keys_are_refused() {
+    for (name, reason) in
+        [(&b"x\xff"[..], "not UTF-8"), (b"a\\b", "backslash"), (b"c:d", "drive letter")]
+    {
+        for is_folder in [false, true] {
+            let source = copy_of(SOURCE);
+            let path = source.path().join(OsStr::from_bytes(name));
+            match is_folder {
+                true => fs::create_dir(path).unwrap(),
+                false => fs::write(path, "").unwrap(),
+            }
+            refused(source.path(), 2, &["cannot copy", reason]);
+        }
+    }
+}
+
+#[test]
+fn a_copy_is_no_more_readable_than_its_source() {
+    let source = copy_of(SOURCE);
+    let allow = |path: &Path, mode| {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    };
+    let mode = |path: PathBuf| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    let names = [(".metadata", 0o600), ("__0_0.distcp", 0o400), ("__1_0.distcp", 0o640)];
+    fs::create_dir(source.path().join("private")).unwrap();
+    fs::write(source.path().join("private/state"), "x").unwrap();
+    allow(&source.path().join("private/state"), 0o644);
+    for (folder, expected) in [(0o755, 0o644), (0o750, 0o640), (0o700, 0o600)] {
+        allow(source.path(), 0o755);
+        allow(&source.path().join("private"), folder);
+        for (name, mode) in names {
+            allow(&source.path().join(name), mode);
+        }
+        let target = tempfile::tempdir().unwrap();
+        let copy = target.path().join("copy");
+        dcp(["copy", source.path().to_str().unwrap(), copy.to_str().unwrap()]).ok();
+        for (name, expected) in names {
+            assert_eq!(mode(copy.join(name)), expected, "{name}");
+        }
+        assert_eq!(mode(copy.join("private/state")), expected);
+        assert!(files(&copy) == files(source.path()));
+    }
+}
+
+#[test]
+fn a_copy_of_a_checkpoint_without_one_of_its_files_fails() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = run(folder.path());
+    fs::remove_file(run.join("step-20/__1_0.distcp")).unwrap();
+    for (at, how) in [&[][..], &["--lengths"]].into_iter().enumerate() {
+        for world_size in [1, 2] {
+            let target = path(&folder, &format!("{at}-{world_size}"));
+            let args = [&["copy", run.to_str().unwrap(), &target], how].concat();
+            on_ranks(world_size, &args).fails(1, &["step-20", "__1_0.distcp", "not a whole"]);
+        }
+    }
+    // The rest of a save has no index, and is copied as what it is.
+    fs::remove_file(run.join("step-20/.metadata")).unwrap();
+    let target = path(&folder, "unfinished");
+    dcp(["copy", run.to_str().unwrap(), &target]).ok();
+    assert!(files(target.as_ref()) == files(&run));
+}
+
+#[test]
+fn a_copy_of_a_damaged_checkpoint_fails() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("source");
+    dcp(["convert", SOURCE, source.to_str().unwrap(), "--to", "dcp"]).ok();
+    let data = source.join("__0_0.distcp");
+    let mut bytes = fs::read(&data).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&data, bytes).unwrap();
+    for world_size in [1, 2] {
+        let target = path(&folder, &world_size.to_string());
+        let args = ["copy", source.to_str().unwrap(), &target];
+        on_ranks(world_size, &args).fails(1, &["__0_0.distcp", "not a whole"]);
+    }
+}
+
+/// At the target are a whole checkpoint, one that was being saved when it was copied, and a log.
+#[test]
+fn a_copy_goes_on_with_a_run_that_has_grown() {
+    let folder = tempfile::tempdir().unwrap();
+    let (run, target) = (run(folder.path()), folder.path().join("target"));
+    fs::rename(run.join("step-20"), folder.path().join("later")).unwrap();
+    fs::create_dir(run.join("step-20")).unwrap();
+    fs::write(run.join("step-20/__0_0.distcp"), "half of it").unwrap();
+    fs::write(run.join("log.txt"), "step 10").unwrap();
+    let args = ["copy", run.to_str().unwrap(), target.to_str().unwrap()];
+    dcp(args).ok();
+    fs::remove_dir_all(run.join("step-20")).unwrap();
+    fs::rename(folder.path().join("later"), run.join("step-20")).unwrap();
+    dcp_testing::copy_folder(&run.join("step-20"), &run.join("step-30"));
+    fs::write(run.join("log.txt"), "step 10, 20, 30").unwrap();
+    dcp(args).ok();
+    assert!(files(&target) == files(&run));
+    // What is whole at the target stays as it is.
+    let data = run.join("step-30/__0_0.distcp");
+    let mut bytes = fs::read(&data).unwrap();
+    bytes[7] ^= 1;
+    fs::write(&data, bytes).unwrap();
+    dcp(args).fails(2, &["step-30/__0_0.distcp", "complete checkpoint"]);
+}
+
+/// The name of a temporary file of a process that is gone.
+async fn name_of_the_dead() -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let storage = FsStorage::open(folder.path()).unwrap();
+    let options = UploadOptions::new(PutMode::Create, 1 << 20);
+    let upload = storage.start_upload(&Key::new("file").unwrap(), options).await.unwrap();
+    let name = fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().file_name();
+    drop(upload);
+    let mut child = Command::new("true").spawn().unwrap();
+    let dead = child.id().to_string();
+    child.wait().unwrap();
+    let name =
+        name.to_str().unwrap().replace(&format!(".{}.", std::process::id()), &format!(".{dead}."));
+    assert!(name.starts_with(".dcp-tmp."));
+    name
+}
+
+#[tokio::test]
+async fn the_next_copy_removes_what_a_killed_one_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let (run, target) = (run(folder.path()), folder.path().join("target"));
+    let left = target.join("step-20").join(name_of_the_dead().await);
+    fs::create_dir_all(left.parent().unwrap()).unwrap();
+    fs::write(&left, "half of a file").unwrap();
+    // One of a process that runs.
+    let storage = FsStorage::open(&target).unwrap();
+    let options = UploadOptions::new(PutMode::Create, 1 << 20);
+    let running = storage.start_upload(&Key::new("step-10/x").unwrap(), options).await.unwrap();
+    dcp(["copy", run.to_str().unwrap(), target.to_str().unwrap()]).ok();
+    assert!(!left.exists());
+    let temporary = |name: &String| name.contains(".dcp-tmp.");
+    assert_eq!(files(&target).keys().filter(|name| temporary(name)).count(), 1);
+    drop(running);
+    assert!(files(&target) == files(&run));
+}

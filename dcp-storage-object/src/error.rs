@@ -182,8 +182,8 @@ fn is_transport(error: &Error) -> bool {
     let mut next = error.source();
     while let Some(error) = next {
         #[cfg(feature = "net")]
-        if error.is::<object_store::client::HttpError>() {
-            return true;
+        if let Some(error) = error.downcast_ref::<object_store::client::HttpError>() {
+            return !error.source().is_some_and(|source| source.is::<crate::answer::Refused>());
         }
         if error.is::<std::io::Error>() {
             return true;

@@ -23,6 +23,18 @@ pub(crate) const PERMIT_BYTES: u64 = 4096;
 /// What the version of an object without an ETag begins with.
 pub(crate) const MODIFIED: &str = "modified-";
 
+/// Marks a request in its extensions: its answer is an object, which is read piece by piece up to the
+/// bytes that are needed. Any other answer is read whole.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ObjectRead;
+
+/// The options of a request for an object.
+pub(crate) fn get_options() -> GetOptions {
+    let mut options = GetOptions::new();
+    options.extensions.insert(ObjectRead);
+    options
+}
+
 /// A store, and how it is used.
 pub(crate) struct Inner {
     pub(crate) store: Arc<dyn ObjectStore>,
@@ -90,7 +102,7 @@ impl Inner {
         // another request where no object was seen yet.
         let is_first = !self.bucket_seen.load(Ordering::Relaxed);
         if is_first && matches!(self.provider, Provider::S3 | Provider::Gcs | Provider::Azure) {
-            let options = GetOptions::new().with_range(Some(0..1));
+            let options = get_options().with_range(Some(0..1));
             match attempts.request(op, self.store.get_opts(path, options)).await {
                 Err(failure) if failure.kind != Kind::NotFound => {}
                 answer => {
@@ -100,7 +112,7 @@ impl Inner {
             }
         }
         loop {
-            let options = GetOptions::new().with_head(true);
+            let options = get_options().with_head(true);
             let failure = match attempts.request(op, self.store.get_opts(path, options)).await {
                 Ok(found) => {
                     self.bucket_seen.store(true, Ordering::Relaxed);
@@ -130,7 +142,7 @@ impl Inner {
         attempts: &mut Attempts,
         failure: Failure,
     ) -> Failure {
-        let options = GetOptions::new().with_range(Some(0..1));
+        let options = get_options().with_range(Some(0..1));
         match attempts.request(op, self.store.get_opts(path, options)).await {
             Ok(_) => failure,
             Err(explained) => {

@@ -1,5 +1,9 @@
 #![doc = include_str!("../README.md")]
 
+#[cfg(feature = "net")]
+mod answer;
+#[cfg(feature = "net")]
+mod client;
 mod error;
 mod inner;
 mod leftovers;
@@ -8,12 +12,17 @@ mod native;
 mod opener;
 mod path;
 mod provider;
+mod rate;
 mod read;
+#[cfg(feature = "net")]
+mod redirect;
 mod retry;
 mod runs;
-#[cfg(any(feature = "s3", feature = "gcs", feature = "azure", feature = "http"))]
+#[cfg(feature = "net")]
 mod service;
 mod storage;
+#[cfg(feature = "net")]
+mod strange_keys;
 mod upload;
 mod write;
 

@@ -11,12 +11,13 @@ use dcp_core::{Buffer, Key, StorageError, StorageErrorKind as Kind};
 use futures_util::future::{Either, select};
 use futures_util::stream::{self, BoxStream};
 use futures_util::{StreamExt, TryStreamExt};
+use object_store::GetResult;
 use object_store::path::Path;
-use object_store::{GetOptions, GetResult};
-use tokio::time::{sleep, timeout};
+use tokio::time::{sleep, timeout, timeout_at};
 
 use crate::error::Failure;
-use crate::inner::{Inner, MODIFIED};
+use crate::inner::{Inner, MODIFIED, get_options};
+use crate::rate::{Rate, time_for};
 use crate::retry::Attempts;
 use crate::runs::{Part, Run, runs};
 
@@ -79,7 +80,7 @@ impl Inner {
         let reading = Reading::new(self, key, &path, None);
         let mut attempts = Attempts::new(self.retry);
         let first = loop {
-            let request = self.store.get_opts(&path, GetOptions::new());
+            let request = self.store.get_opts(&path, get_options());
             match attempts.request(Op::Read, request).await {
                 Ok(found) => break found,
                 Err(failure) => {
@@ -240,7 +241,7 @@ impl<'a> Reading<'a> {
         end: u64,
         attempts: &mut Attempts,
     ) -> Result<GetResult, Failure> {
-        let options = GetOptions::new().with_if_match(self.condition());
+        let options = get_options().with_if_match(self.condition());
         let ranged = options.clone().with_range(Some(start..end));
         let store = &self.inner.store;
         let mut answer = attempts.request(Op::Read, store.get_opts(self.path, ranged)).await;
@@ -301,9 +302,13 @@ impl<'a> Reading<'a> {
         let broken = |cause: String| Failure::new(Kind::Transient, cause);
         let mut at = answer.range.start;
         let mut stream = answer.into_stream();
+        let mut rate = Rate::over(self.inner.stall);
+        let until = attempts.deadline_with(time_for(run.end.saturating_sub(at)));
         while *next < run.end {
             let piece = self.next(&mut stream, *next, run.end, attempts);
-            let piece = timeout(self.inner.stall, piece).await.map_err(|_| {
+            let piece = timeout_at(until, timeout(self.inner.stall, piece)).await;
+            let piece = piece.map_err(|_| broken("the answer does not end in time".to_owned()))?;
+            let piece = piece.map_err(|_| {
                 broken(format!("the answer sent nothing for {:?}", self.inner.stall))
             })?;
             let piece = match piece {
@@ -324,6 +329,9 @@ impl<'a> Reading<'a> {
                     return Err(broken(format!("the answer ended before byte {}", run.end)));
                 }
             };
+            rate.count(piece.len()).map_err(|bytes| {
+                broken(format!("the answer sent {bytes} bytes in {:?}", self.inner.stall))
+            })?;
             // Bytes before the range come from a server without ranges.
             let skipped = next.saturating_sub(at).min(piece.len() as u64) as usize;
             at += piece.len() as u64;

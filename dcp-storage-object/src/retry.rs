@@ -57,6 +57,11 @@ impl Attempts {
         }
     }
 
+    /// The deadline, and a time beyond it.
+    pub(crate) fn deadline_with(&self, more: Duration) -> Instant {
+        self.deadline + more
+    }
+
     /// Waits before the next attempt, or returns the failure when there is none.
     pub(crate) async fn pause(&mut self, failure: Failure) -> Result<(), Failure> {
         let half = self.pause / 2;

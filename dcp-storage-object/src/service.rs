@@ -1,5 +1,6 @@
 //! The connections of a provider, with what `object_store` does not do: a condition on the
-//! completion of an upload, and the pause that a throttling answer requests.
+//! completion of an upload, the pause that a throttling answer requests, bounds of answers, and
+//! redirects without secrets.
 
 #[cfg(any(feature = "s3", feature = "gcs", feature = "azure"))]
 use std::future::Future;
@@ -10,9 +11,13 @@ use async_trait::async_trait;
 use http::header::RETRY_AFTER;
 use http::{HeaderName, HeaderValue, StatusCode};
 use object_store::client::{
-    HttpClient, HttpConnector, HttpError, HttpRequest, HttpResponse, HttpService, ReqwestConnector,
+    HttpClient, HttpConnector, HttpError, HttpRequest, HttpResponse, HttpService,
 };
 use object_store::{ClientOptions, Result};
+
+use crate::answer::Asked;
+use crate::client::Addresses;
+use crate::{answer, client, redirect};
 
 /// The longest pause that an answer can request.
 const PAUSE_MAX: Duration = Duration::from_secs(30);
@@ -50,12 +55,17 @@ impl HttpConnector for Connector {
             // An error means that the program has chosen one.
             let _ = rustls::crypto::ring::default_provider().install_default();
         });
-        Ok(HttpClient::new(Service(ReqwestConnector::default().connect(options)?)))
+        let addresses = Addresses::default();
+        let client = HttpClient::new(client::build(options, addresses.clone())?);
+        Ok(HttpClient::new(Service { client, addresses }))
     }
 }
 
 #[derive(Debug)]
-struct Service(HttpClient);
+struct Service {
+    client: HttpClient,
+    addresses: Addresses,
+}
 
 #[async_trait]
 impl HttpService for Service {
@@ -70,12 +80,13 @@ impl HttpService for Service {
                 })?;
             }
         }
-        let answer = self.0.execute(request).await?;
+        let asked = Asked::of(&request);
+        let answer = redirect::execute(&self.client, &self.addresses, request).await?;
         if let Some(pause) = pause_of(&answer) {
             tracing::debug!(?pause, "the store requests a pause");
             tokio::time::sleep(pause).await;
         }
-        Ok(answer)
+        answer::bounded(answer, asked).await
     }
 }
 

@@ -10,11 +10,11 @@ use dcp_core::storage::{ObjectMeta, PartFuture, PutMode, Upload, UploadOptions};
 use dcp_core::{Key, Payload, StorageError, StorageErrorKind as Kind};
 use futures_util::future::{join, ready};
 use object_store::path::Path;
-use object_store::{CopyMode, CopyOptions, GetOptions, MultipartUpload, PutResult};
+use object_store::{CopyMode, CopyOptions, MultipartUpload, PutResult};
 use tokio::runtime::Handle;
 
 use crate::error::Failure;
-use crate::inner::Inner;
+use crate::inner::{Inner, get_options};
 use crate::native::Completion;
 use crate::path::upload_path;
 use crate::retry::Attempts;
@@ -283,7 +283,7 @@ impl ObjectUpload {
         }
         // A store of which nothing is known takes a condition only with the bytes.
         let read = async {
-            let found = inner.store.get_opts(from, GetOptions::new()).await?;
+            let found = inner.store.get_opts(from, get_options()).await?;
             found.bytes().await
         };
         let bytes = attempts.request(Op::Upload, read).await?;

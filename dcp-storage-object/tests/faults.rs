@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -32,6 +32,8 @@ struct Faulty {
     random: AtomicU64,
     rate: u64,
     gets: AtomicU64,
+    /// Whether bodies come one byte a second.
+    drips: AtomicBool,
 }
 
 impl fmt::Display for Faulty {
@@ -43,7 +45,13 @@ impl fmt::Display for Faulty {
 impl Faulty {
     fn new(seed: u64, rate: u64) -> Arc<Self> {
         let random = AtomicU64::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-        Arc::new(Self { store: InMemory::new(), random, rate, gets: AtomicU64::new(0) })
+        Arc::new(Self {
+            store: InMemory::new(),
+            random,
+            rate,
+            gets: AtomicU64::new(0),
+            drips: AtomicBool::new(false),
+        })
     }
 
     fn builder(self: &Arc<Self>) -> ObjectStorageBuilder {
@@ -84,6 +92,13 @@ impl Faulty {
 
     /// The body of an answer, which may break off, end early, stall, or have bytes of other places.
     fn body(&self, bytes: Bytes) -> BoxStream<'static, Result<Bytes>> {
+        if self.drips.load(Ordering::SeqCst) {
+            let bytes = stream::iter(bytes).then(|byte| async move {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                Ok(Bytes::copy_from_slice(&[byte]))
+            });
+            return bytes.boxed();
+        }
         let cut = self.number(bytes.len() as u64 + 1) as usize;
         let pieces: Vec<_> = bytes.slice(..cut).chunks(7).map(Bytes::copy_from_slice).collect();
         let start = stream::iter(pieces.into_iter().map(Ok));
@@ -215,6 +230,27 @@ async fn reads_return_the_right_bytes_or_an_error_that_names_the_range() {
         }
     }
     assert!(failed < 60, "{failed} of 600 reads failed");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_of_a_byte_a_second_is_ended_by_the_stall_and_by_the_deadline() {
+    let day = Duration::from_secs(86400);
+    let seconds = Duration::from_secs;
+    for (stall, deadline, max) in
+        [(seconds(2), day, 600), (day, seconds(5), 20), (seconds(30), seconds(180), 300)]
+    {
+        let faulty = Faulty::new(1, 0);
+        put_directly(&faulty.store, &pattern(1, 5000)).await;
+        faulty.drips.store(true, Ordering::SeqCst);
+        let builder = faulty.builder().request_bytes(10_000);
+        let storage = builder.stall_timeout(stall).deadline(deadline).build().unwrap();
+        let start = tokio::time::Instant::now();
+        let error = storage.read_range(&key(), 0..5000).await.unwrap_err();
+        assert_eq!(error.kind(), Kind::Transient, "{error}");
+        let error = storage.read_whole(&key(), 5000).await.unwrap_err();
+        assert_eq!(error.kind(), Kind::Transient, "{error}");
+        assert!(start.elapsed() < 2 * seconds(max), "{:?}", start.elapsed());
+    }
 }
 
 /// Of several creators one wins and gets success, though answers are lost.

@@ -37,12 +37,18 @@ impl Surroundings<'static> {
     }
 }
 
+/// Reads a regular file, or one to which a link leads. A pipe would be waited for.
 fn read(path: &Path) -> Result<Option<Vec<u8>>, std::io::Error> {
-    let file = match std::fs::File::open(path) {
-        Ok(file) => file,
+    match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_file() => {}
+        Ok(_) => {
+            let problem = "it is a folder, a device, a pipe or a socket, and not a file";
+            return Err(std::io::Error::new(ErrorKind::InvalidData, problem));
+        }
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error),
-    };
+    }
+    let file = std::fs::File::open(path)?;
     let mut bytes = Vec::new();
     file.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes)?;
     Ok(Some(bytes))

@@ -14,6 +14,7 @@ use object_store::azure::{
 use object_store::client::HttpRequest;
 use object_store::{Error, MultipartUpload, PutResult, Result};
 
+use super::settings::{self, Way};
 use super::{Opened, cannot_connect, options};
 use crate::native::Completion;
 use crate::service::{Condition, Connector, with_condition};
@@ -21,13 +22,18 @@ use crate::service::{Condition, Connector, with_condition};
 /// Variables by which a machine with an identity says where to get it.
 const IDENTITY_ENDPOINT: &str = "IDENTITY_ENDPOINT";
 
-pub(super) fn connect(container: &str, settings: &StorageOptions) -> Result<Opened, StorageError> {
+pub(super) fn connect(container: &str, given: &StorageOptions) -> Result<Opened, StorageError> {
     let mut builder = MicrosoftAzureBuilder::new();
     if let Ok(endpoint) = std::env::var(IDENTITY_ENDPOINT) {
         builder = builder.with_msi_endpoint(endpoint);
     }
     let mut client = options::client();
-    options::configure!(builder, client, AzureConfigKey, "AZURE_", settings);
+    options::configure!(builder, client, AzureConfigKey, "AZURE_", way, given);
+    for key in
+        [AzureConfigKey::Endpoint, AzureConfigKey::MsiEndpoint, AzureConfigKey::AuthorityHost]
+    {
+        settings::check_url(key.as_ref(), builder.get_config_value(&key))?;
+    }
     let endpoint = builder.get_config_value(&AzureConfigKey::Endpoint);
     if endpoint.is_some_and(|endpoint| endpoint.starts_with("http://")) {
         client = client.with_allow_http(true);
@@ -55,6 +61,20 @@ pub(super) fn connect(container: &str, settings: &StorageOptions) -> Result<Open
         replacement: None,
         open_uploads: None,
         conditional_writes: true,
+    })
+}
+
+/// The ways to have credentials. The client of an application has its identifier in most of them.
+fn way(name: &str) -> Option<Way> {
+    Some(match name.parse().ok()? {
+        AzureConfigKey::Token => Way::whole("token"),
+        AzureConfigKey::AccessKey => Way::whole("account key"),
+        AzureConfigKey::FederatedTokenFile => Way::whole("workload identity"),
+        AzureConfigKey::ClientSecret => Way::whole("client secret"),
+        AzureConfigKey::SasKey => Way::whole("shared access signature"),
+        AzureConfigKey::UseAzureCli => Way::part("Azure CLI"),
+        AzureConfigKey::SkipSignature => Way::part("none"),
+        _ => return None,
     })
 }
 
@@ -96,5 +116,35 @@ impl Completion for AzureCompletion {
             }
         }
         with_condition(condition, upload.complete()).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `object_store` takes an account key before a signature.
+    #[test]
+    fn every_way_to_have_credentials_replaces_those_of_variables() {
+        let secrets = [
+            "azure_storage_token",
+            "azure_storage_account_key",
+            "azure_federated_token_file",
+            "azure_client_secret",
+            "azure_storage_sas_token",
+        ];
+        for option in secrets {
+            let variables =
+                secrets.map(|name| (name.to_ascii_uppercase(), "of a variable".to_owned()));
+            let options = StorageOptions::new().with(option, "of the option");
+            let merged = settings::merged("AZURE_", variables.into_iter(), &options, way).unwrap();
+            let names = merged.iter().map(|(name, _)| name.as_str());
+            assert!(
+                names.clone().all(|name| name == option),
+                "{option}: {:?}",
+                names.collect::<Vec<_>>()
+            );
+            assert_eq!(merged.last().unwrap().1, "of the option");
+        }
     }
 }

@@ -12,6 +12,7 @@ use object_store::gcp::{GoogleCloudStorage, GoogleCloudStorageBuilder, GoogleCon
 use object_store::path::Path;
 use object_store::{CopyOptions, Error, ObjectStore, Result};
 
+use super::settings::{self, Way};
 use super::uploads::{UploadRequests, XmlUploads};
 use super::{Opened, cannot_connect, options};
 use crate::native::Replacement;
@@ -20,14 +21,17 @@ use crate::service::{Condition, Connector, with_condition};
 /// The name of the store in errors.
 const STORE: &str = "GCS";
 
-pub(super) fn connect(bucket: &str, settings: &StorageOptions) -> Result<Opened, StorageError> {
+pub(super) fn connect(bucket: &str, given: &StorageOptions) -> Result<Opened, StorageError> {
     let mut builder = GoogleCloudStorageBuilder::new();
-    if let Ok(path) = std::env::var("SERVICE_ACCOUNT") {
+    let has_way = given.iter().any(|(name, _)| way(name).is_some_and(|way| way.is_whole));
+    if let Some(path) = std::env::var("SERVICE_ACCOUNT").ok().filter(|_| !has_way) {
         builder = builder.with_service_account_path(path);
     }
     // The server that a virtual machine has its identity from has no TLS.
     let mut client = options::client().with_allow_http(true);
-    options::configure!(builder, client, GoogleConfigKey, "GOOGLE_", settings);
+    options::configure!(builder, client, GoogleConfigKey, "GOOGLE_", way, given);
+    let key = GoogleConfigKey::BaseUrl;
+    settings::check_url(key.as_ref(), builder.get_config_value(&key))?;
     let is_anonymous = builder.get_config_value(&GoogleConfigKey::SkipSignature);
     let is_anonymous = is_anonymous.as_deref() == Some("true");
     let address = format!("{}/{}", base_url(&builder), bucket);
@@ -46,6 +50,18 @@ pub(super) fn connect(bucket: &str, settings: &StorageOptions) -> Result<Opened,
         replacement: Some(replacement),
         open_uploads: Some(Arc::new(open_uploads)),
         ..Opened::new(store)
+    })
+}
+
+/// The ways to have credentials.
+fn way(name: &str) -> Option<Way> {
+    Some(match name.parse().ok()? {
+        GoogleConfigKey::BearerToken => Way::whole("token"),
+        GoogleConfigKey::ServiceAccount => Way::whole("file of a service account"),
+        GoogleConfigKey::ServiceAccountKey => Way::whole("key of a service account"),
+        GoogleConfigKey::ApplicationCredentials => Way::whole("application credentials"),
+        GoogleConfigKey::SkipSignature => Way::part("none"),
+        _ => return None,
     })
 }
 

@@ -5,12 +5,12 @@ use dcp_core::registry::StorageOptions;
 use object_store::ClientConfigKey;
 use object_store::http::HttpBuilder;
 
-use super::{Opened, cannot_connect, options};
+use super::{Opened, cannot_connect, options, settings};
 use crate::service::Connector;
 
-pub(super) fn connect(url: &str, settings: &StorageOptions) -> Result<Opened, StorageError> {
+pub(super) fn connect(url: &str, given: &StorageOptions) -> Result<Opened, StorageError> {
     let mut client = options::client().with_allow_http(url.starts_with("http://"));
-    for (name, value) in settings.iter() {
+    for (name, value) in settings::merged("", std::iter::empty(), given, |_| None)? {
         if let Ok(key) = name.parse::<ClientConfigKey>() {
             client = client.with_config(key, value);
         }

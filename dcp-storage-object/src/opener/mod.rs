@@ -13,6 +13,8 @@ mod ini;
 mod options;
 #[cfg(feature = "s3")]
 mod s3;
+#[cfg(feature = "net")]
+mod settings;
 #[cfg(any(feature = "s3", feature = "gcs"))]
 mod uploads;
 mod url;

@@ -168,13 +168,11 @@ pub(super) fn retry() -> object_store::RetryConfig {
 /// skipped.
 #[cfg(any(feature = "s3", feature = "gcs", feature = "azure"))]
 macro_rules! configure {
-    ($builder:ident, $client:ident, $key:ident, $prefix:literal, $options:expr) => {
+    ($builder:ident, $client:ident, $key:ident, $prefix:literal, $way:expr, $options:expr) => {
         let variables = std::env::vars_os().filter_map(|(name, value)| {
-            let (name, value) = (name.into_string().ok()?, value.into_string().ok()?);
-            name.starts_with($prefix).then(|| (name.to_ascii_lowercase(), value))
+            Some((name.into_string().ok()?, value.into_string().ok()?))
         });
-        let options = $options.iter().map(|(name, value)| (name.to_owned(), value.to_owned()));
-        for (name, value) in variables.chain(options) {
+        for (name, value) in super::settings::merged($prefix, variables, $options, $way)? {
             match name.parse() {
                 Ok($key::Client(key)) => $client = $client.with_config(key, value),
                 Ok(key) => $builder = $builder.with_config(key, value),

@@ -16,16 +16,18 @@ use object_store::signer::{SignedUrlOptions, Signer};
 use object_store::{Error, MultipartUpload, PutResult, Result};
 
 use super::aws_profile::{self, Profile, Surroundings};
+use super::settings::{self, Way};
 use super::uploads::{UploadRequests, XmlUploads};
 use super::{Opened, cannot_connect, invalid, options};
 use crate::native::Completion;
 use crate::service::{Condition, Connector, with_condition};
 
-pub(super) fn connect(bucket: &str, settings: &StorageOptions) -> Result<Opened, StorageError> {
+pub(super) fn connect(bucket: &str, given: &StorageOptions) -> Result<Opened, StorageError> {
     let mut builder = AmazonS3Builder::new();
     let mut client = options::client();
-    options::configure!(builder, client, S3Key, "AWS_", settings);
-    let builder = with_profile(builder, settings, &Surroundings::of_process())?;
+    options::configure!(builder, client, S3Key, "AWS_", way, given);
+    let builder = with_profile(builder, given, &Surroundings::of_process())?;
+    check(&builder)?;
     let endpoint = [S3Key::S3Endpoint, S3Key::Endpoint];
     let endpoint = endpoint.iter().find_map(|key| builder.get_config_value(key));
     if endpoint.is_some_and(|endpoint| endpoint.starts_with("http://")) {
@@ -56,6 +58,47 @@ pub(super) fn connect(bucket: &str, settings: &StorageOptions) -> Result<Opened,
     })
 }
 
+/// The ways to have credentials. A session token belongs to the keys beside it.
+fn way(name: &str) -> Option<Way> {
+    Some(match name.parse().ok()? {
+        S3Key::AccessKeyId | S3Key::SecretAccessKey => Way::whole("keys"),
+        S3Key::Token => Way::part("session"),
+        S3Key::WebIdentityTokenFile | S3Key::RoleArn => Way::whole("web identity"),
+        S3Key::ContainerCredentialsRelativeUri => Way::whole("task"),
+        S3Key::ContainerCredentialsFullUri | S3Key::ContainerAuthorizationTokenFile => {
+            Way::whole("pod")
+        }
+        S3Key::SkipSignature => Way::part("none"),
+        _ => return None,
+    })
+}
+
+/// Checks what addresses of requests are made of.
+fn check(builder: &AmazonS3Builder) -> Result<(), StorageError> {
+    for key in [
+        S3Key::Endpoint,
+        S3Key::S3Endpoint,
+        S3Key::StsEndpoint,
+        S3Key::MetadataEndpoint,
+        S3Key::ContainerCredentialsFullUri,
+    ] {
+        settings::check_url(key.as_ref(), builder.get_config_value(&key))?;
+    }
+    let key = S3Key::ContainerCredentialsRelativeUri;
+    let task = builder.get_config_value(&key).map(|path| format!("http://169.254.170.2{path}"));
+    settings::check_url(key.as_ref(), task)?;
+    for key in [S3Key::Region, S3Key::DefaultRegion] {
+        let region = builder.get_config_value(&key).unwrap_or_default();
+        if !region.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-')) {
+            return Err(invalid(format!(
+                "the setting {} is no name of a region, which has letters, digits and hyphens",
+                key.as_ref()
+            )));
+        }
+    }
+    Ok(())
+}
+
 /// Adds what variables and settings do not say from the profile of AWS's programs. A profile that a
 /// setting names has precedence over keys in variables.
 fn with_profile(
@@ -82,10 +125,15 @@ fn with_profile(
         return Ok(builder);
     }
     let Some(profile) = Profile::find(named, around)? else { return Ok(builder) };
+    let checked = |name: &'static str, value: String| {
+        settings::checked(name, value, || format!("the property {name} of the AWS profile"))
+    };
     if let Some(keys) = (!has_keys).then(|| profile.keys()).transpose()?.flatten() {
-        builder = builder.with_access_key_id(keys.id).with_secret_access_key(keys.secret);
+        builder = builder
+            .with_access_key_id(checked("aws_access_key_id", keys.id)?)
+            .with_secret_access_key(checked("aws_secret_access_key", keys.secret)?);
         builder = match keys.token {
-            Some(token) => builder.with_token(token),
+            Some(token) => builder.with_token(checked("aws_session_token", token)?),
             None if has(&builder, &[S3Key::Token]) => {
                 let message =
                     "AWS_SESSION_TOKEN does not belong to the keys of the profile: unset it";
@@ -95,12 +143,12 @@ fn with_profile(
         };
     }
     if let Some(region) = profile.region().filter(|_| !has_region) {
-        builder = builder.with_region(region);
+        builder = builder.with_region(checked("region", region.to_owned())?);
     }
     let ignored = (around.variable)("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS");
     let is_ignored = ignored.is_some_and(|ignored| ignored.eq_ignore_ascii_case("true"));
     if let Some(endpoint) = profile.endpoint().filter(|_| !has_endpoint && !is_ignored) {
-        builder = builder.with_endpoint(endpoint);
+        builder = builder.with_endpoint(checked("endpoint_url", endpoint.to_owned())?);
     }
     Ok(builder)
 }
@@ -182,5 +230,55 @@ mod tests {
         let named = none().with("aws_profile", "x");
         let error = with_profile(new().with_token("5ec7e7"), &named, &around).unwrap_err();
         assert!(error.to_string().contains("AWS_SESSION_TOKEN"), "{error}");
+    }
+
+    #[test]
+    fn a_property_of_a_profile_that_no_request_can_have_is_refused_by_name() {
+        for (name, bad) in [
+            ("aws_access_key_id", "5ec7\u{1}e7"),
+            ("aws_secret_access_key", "5ec7\u{7f}e7"),
+            ("aws_session_token", "5ec7\u{e9}"),
+            ("region", "5ec7\u{1}"),
+            ("endpoint_url", "http://5ec7\u{1}"),
+        ] {
+            let file =
+                format!("[default]\naws_access_key_id=ID\naws_secret_access_key=s\n{name}={bad}\n");
+            let variable = |name: &str| (name == "HOME").then(|| "/home".to_owned());
+            let file = move |_: &std::path::Path| Ok(Some(file.clone().into_bytes()));
+            let around = Surroundings { variable: &variable, file: &file };
+            let made = with_profile(AmazonS3Builder::new(), &StorageOptions::new(), &around);
+            let error = made.unwrap_err().to_string();
+            assert!(error.contains(name) && !error.contains("5ec7"), "{error}");
+        }
+    }
+
+    #[test]
+    fn settings_that_make_no_address_are_refused_by_name() {
+        for (key, bad) in [
+            (S3Key::Region, "a b"),
+            (S3Key::DefaultRegion, "a/b"),
+            (S3Key::Endpoint, "localhost:9000"),
+            (S3Key::S3Endpoint, "http://a b"),
+            (S3Key::StsEndpoint, "ftp://a"),
+            (S3Key::MetadataEndpoint, "http://%zz/"),
+            (S3Key::ContainerCredentialsRelativeUri, "@<>"),
+        ] {
+            let error = check(&AmazonS3Builder::new().with_config(key, bad)).unwrap_err();
+            // The default region is that of the builder.
+            let name = if key == S3Key::DefaultRegion { "region" } else { key.as_ref() };
+            assert!(error.to_string().contains(name), "{error}");
+        }
+        check(&AmazonS3Builder::new().with_region("eu-west-1")).unwrap();
+    }
+
+    #[test]
+    fn an_option_of_keys_replaces_a_session_and_an_identity_of_variables() {
+        let variables = ["AWS_SESSION_TOKEN", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE"];
+        let variables = variables.map(|name| (name.to_owned(), "x".to_owned()));
+        let options = StorageOptions::new()
+            .with("aws_access_key_id", "ID")
+            .with("aws_secret_access_key", "5ec7e7");
+        let merged = settings::merged("AWS_", variables.into_iter(), &options, way).unwrap();
+        assert_eq!(merged.len(), 2, "{merged:?}");
     }
 }

@@ -7,7 +7,6 @@ use std::time::SystemTime;
 
 use async_trait::async_trait;
 use dcp_core::storage::LeftoverAction;
-use futures_util::TryStreamExt;
 use object_store::client::{HttpClient, HttpRequest};
 use object_store::multipart::MultipartStore;
 use object_store::path::Path;
@@ -16,9 +15,6 @@ use serde::Deserialize;
 
 use crate::error::INVALID_LIST;
 use crate::native::{MinAge, OpenUpload, OpenUploads};
-
-/// The longest answer that lists 1000 uploads; a key has at most 1024 bytes.
-const PAGE_BYTES_MAX: usize = 8 << 20;
 
 /// Makes the requests of a provider, with its credentials.
 #[async_trait]
@@ -82,14 +78,9 @@ impl XmlUploads {
             .await
             .map_err(|source| Error::Generic { store, source: Box::new(source) })?;
         let status = answer.status();
-        let body = answer.into_body().bytes_stream();
-        let body = body.map_err(|source| Error::Generic { store, source: Box::new(source) });
-        let body = body.try_fold(Vec::new(), |mut all, piece| async move {
-            all.extend_from_slice(&piece);
-            let is_bounded = all.len() <= PAGE_BYTES_MAX;
-            if is_bounded { Ok(all) } else { Err(self.failed("the list of uploads is too long")) }
-        });
-        let body = String::from_utf8_lossy(&body.await?).into_owned();
+        let body = answer.into_body().bytes().await;
+        let body = body.map_err(|source| Error::Generic { store, source: Box::new(source) })?;
+        let body = String::from_utf8_lossy(&body);
         if !status.is_success() {
             // In the form of the errors of `object_store`.
             return Err(self.failed(format!("status code: {status}: {body}")));

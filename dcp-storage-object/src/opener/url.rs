@@ -46,6 +46,10 @@ impl Place {
         if root.is_empty() && provider != Provider::Memory {
             return refuse("names no bucket");
         }
+        let is_name = |c: char| c.is_ascii_alphanumeric() || "._-$:@".contains(c);
+        if provider != Provider::Memory && !root.chars().all(is_name) {
+            return refuse("has a character in the name of the bucket that no store allows");
+        }
         let prefix = prefix.trim_matches('/').to_owned();
         Ok(Self { provider, root: root.to_owned(), prefix })
     }

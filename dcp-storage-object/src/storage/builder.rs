@@ -15,6 +15,9 @@ use crate::provider::Provider;
 use crate::retry::RetryPolicy;
 use crate::storage::ObjectStorage;
 
+/// A longer deadline is no time of a clock: 136 years.
+const DEADLINE_MAX: Duration = Duration::from_secs(u32::MAX as u64);
+
 /// Settings of an [`ObjectStorage`], from [`ObjectStorage::builder`].
 #[derive(Debug)]
 #[must_use]
@@ -104,9 +107,9 @@ impl ObjectStorageBuilder {
     }
 
     /// How long one request is repeated before it fails. By default 3 minutes. Writes have one
-    /// second more for each MiB.
+    /// second more for each MiB, and the answer to a read for each KiB.
     pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.retry.deadline = deadline;
+        self.retry.deadline = deadline.min(DEADLINE_MAX);
         self
     }
 
@@ -117,8 +120,8 @@ impl ObjectStorageBuilder {
         self
     }
 
-    /// How long an answer may send nothing before the rest of it is requested again. By default 30
-    /// seconds.
+    /// How long an answer may send nothing, or less than a KiB per second, before the rest of it is
+    /// requested again. By default 30 seconds.
     pub fn stall_timeout(mut self, timeout: Duration) -> Self {
         self.stall = timeout;
         self

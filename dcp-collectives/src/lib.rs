@@ -13,7 +13,7 @@ mod tcp;
 mod tree;
 
 pub use deadline::DEFAULT_DEADLINE;
-pub use launch::{EnvError, Launch, Launcher};
+pub use launch::{EnvError, Launch, Launcher, from_env_or_solo};
 pub use local::{LocalCollective, LocalGroup};
 pub use solo::Solo;
 pub use tcp::{

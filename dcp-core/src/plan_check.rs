@@ -12,11 +12,12 @@ use std::sync::Arc;
 
 use crate::error::PlanError;
 use crate::metadata::Entry;
-use crate::plan::{GlobalPlan, LeafKind, PlanKey, SavePlan, StateIndex, TensorSpec};
+use crate::path::StatePath;
+use crate::plan::{GlobalPlan, LeafKind, PlanKey, SavePlan, StateIndex, StateLeaf, TensorSpec};
 use crate::region::Region;
 
 impl SavePlan {
-    /// Compares every item with its leaf: dtype and shape of the tensor, the region, which must be
+    /// Compares every item with its leaf: the path, dtype and shape of the tensor, the region, which must be
     /// within one that this rank holds, and the length of an object. Records what the state holds
     /// and no item offers in [`unoffered`](Self::unoffered).
     ///
@@ -30,8 +31,9 @@ impl SavePlan {
     }
 
     fn is_true_to(&self, state: &StateIndex, planner: &str) -> Result<(), PlanError> {
-        let leaves: HashMap<&str, &LeafKind> =
-            state.leaves.iter().map(|leaf| (&*leaf.fqn, &leaf.kind)).collect();
+        let leaves: HashMap<&str, &StateLeaf> =
+            state.leaves.iter().map(|leaf| (&*leaf.fqn, leaf)).collect();
+        let mut compared: *const PlanKey = ptr::null();
         for index in 0..self.len() {
             let Some(item) = self.item(index) else {
                 return Err(PlanError::NoItem { item: index as u64, items: self.len() as u64 });
@@ -43,9 +45,21 @@ impl SavePlan {
                 planned,
                 held,
             };
+            let leaf = leaves.get(fqn);
+            // Without its path, a value of a nested state dict is read as one at the root.
+            if let Some(leaf) = leaf.filter(|_| !ptr::eq(compared, item.key))
+                && leaf.path != item.key.path
+            {
+                let shown = |path: &Option<StatePath>| match path {
+                    Some(path) => format!("at {path:?}"),
+                    None => "without a path".to_owned(),
+                };
+                return Err(untrue(shown(&item.key.path), shown(&leaf.path)));
+            }
+            compared = item.key;
             let spec = item.key.tensor.as_ref();
             let length = format!("an object of {} bytes", item.byte_len);
-            match (leaves.get(fqn), spec) {
+            match (leaf.map(|leaf| &leaf.kind), spec) {
                 (Some(LeafKind::Tensor { dtype, shape, regions, .. }), Some(spec)) => {
                     if spec.dtype != *dtype || spec.shape != *shape {
                         return Err(untrue(shown(spec), format!("{dtype} {shape}")));

@@ -225,10 +225,7 @@ impl Tensor {
     #[doc(alias = "as_slice")]
     pub fn elements<T: TensorElement>(&self) -> Result<Elements<T>, PlanError> {
         let refuse = |problem: String| PlanError::InvalidTensor { fqn: None, problem };
-        if self.dtype != T::DTYPE {
-            let problem = format!("a {} tensor has no elements of {}", self.dtype, T::DTYPE);
-            return Err(refuse(problem));
-        }
+        check_element::<T>(self.dtype)?;
         let [shard] = &*self.shards else {
             let problem = format!("{} shards are not one tensor of elements", self.shards.len());
             return Err(refuse(problem));
@@ -237,14 +234,7 @@ impl Tensor {
             let problem = format!("shard {} is a part of shape {}", shard.region, self.shape);
             return Err(refuse(problem));
         }
-        let view = match &shard.data {
-            ShardData::Host(view) => view,
-            ShardData::Device(memory) => {
-                return Err(refuse(format!("its elements are on {}", memory.device())));
-            }
-        };
-        let payload = view.payload().map_err(|error| refuse(error.to_string()))?;
-        Ok(Elements::of(payload.to_bytes()))
+        shard.elements()
     }
 
     /// All elements in row-major order, copied.
@@ -292,6 +282,64 @@ impl Shard {
         }
         let view = TensorView::contiguous(memory, dtype, region.sizes().clone(), 0)?;
         Ok(Self { region, dtype, data: ShardData::Host(view) })
+    }
+
+    /// The part `region` of a tensor in the memory of a vector, row-major, without a copy on
+    /// little-endian machines.
+    ///
+    /// ```
+    /// use dcp_core::{DType, Region, Shard, Tensor};
+    ///
+    /// // Rank 1 of 2 has the last two rows.
+    /// let rows = Region::new([2, 0], [2, 3])?;
+    /// let shard = Shard::from_vec(vec![0.5_f32; 6], rows)?;
+    /// let tensor = Tensor::sharded(DType::Float32, [4, 3], vec![shard])?;
+    /// assert_eq!(tensor.shards()[0].to_vec_of::<f32>()?, [0.5; 6]);
+    /// # Ok::<(), dcp_core::PlanError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// When the region has another number of elements.
+    pub fn from_vec<T: NumericElement>(
+        elements: Vec<T>,
+        region: Region,
+    ) -> Result<Self, PlanError> {
+        let whole = Tensor::from_vec(elements, region.sizes().clone())?;
+        let view = whole.shards.first().and_then(Shard::view).cloned();
+        let view = view.ok_or_else(|| PlanError::InvalidTensor {
+            fqn: None,
+            problem: "its elements are in no memory of the host".to_owned(),
+        })?;
+        Ok(Self { region, dtype: T::DTYPE, data: ShardData::Host(view) })
+    }
+
+    /// All elements of the part in row-major order: those in memory where they are contiguous and
+    /// aligned there, a copy otherwise.
+    ///
+    /// # Errors
+    ///
+    /// When it has another dtype, is on a device, or its memory is lent for writing.
+    pub fn elements<T: TensorElement>(&self) -> Result<Elements<T>, PlanError> {
+        let refuse = |problem: String| PlanError::InvalidTensor { fqn: None, problem };
+        check_element::<T>(self.dtype)?;
+        let view = match &self.data {
+            ShardData::Host(view) => view,
+            ShardData::Device(memory) => {
+                return Err(refuse(format!("its elements are on {}", memory.device())));
+            }
+        };
+        let payload = view.payload().map_err(|error| refuse(error.to_string()))?;
+        Ok(Elements::of(payload.to_bytes()))
+    }
+
+    /// All elements of the part in row-major order, copied.
+    ///
+    /// # Errors
+    ///
+    /// As [`elements`](Self::elements).
+    pub fn to_vec_of<T: TensorElement>(&self) -> Result<Vec<T>, PlanError> {
+        Ok(self.elements::<T>()?.to_vec())
     }
 
     /// The part `region` of a tensor, row-major in all of a device's `memory`. Saves and loads copy
@@ -411,6 +459,16 @@ impl ShardData {
             (Self::Device(a), Self::Device(b)) => Arc::ptr_eq(a, b),
             _ => false,
         }
+    }
+}
+
+fn check_element<T: TensorElement>(dtype: DType) -> Result<(), PlanError> {
+    match dtype == T::DTYPE {
+        true => Ok(()),
+        false => Err(PlanError::InvalidTensor {
+            fqn: None,
+            problem: format!("a {dtype} tensor has no elements of {}", T::DTYPE),
+        }),
     }
 }
 

@@ -169,10 +169,22 @@ impl BigInt {
     /// The number, if it fits.
     #[must_use]
     pub fn to_i64(&self) -> Option<i64> {
+        self.to_i128()?.try_into().ok()
+    }
+
+    /// The number, if it fits.
+    #[must_use]
+    pub fn to_u64(&self) -> Option<u64> {
+        self.to_i128()?.try_into().ok()
+    }
+
+    /// The number, if it fits.
+    #[must_use]
+    pub fn to_i128(&self) -> Option<i128> {
         let sign = if self.0.last().is_some_and(|b| *b >= 0x80) { 0xff } else { 0 };
-        let mut all = [sign; 8];
+        let mut all = [sign; 16];
         all.get_mut(..self.0.len())?.copy_from_slice(&self.0);
-        Some(i64::from_le_bytes(all))
+        Some(i128::from_le_bytes(all))
     }
 }
 
@@ -278,10 +290,50 @@ impl Value {
         if let Self::Str(text) = self { Some(text) } else { None }
     }
 
-    /// The value of an integer of up to 64 bits.
+    /// The value of an integer, if it is an `i64`.
     #[must_use]
     pub fn as_int(&self) -> Option<i64> {
-        if let Self::Int(n) = self { Some(*n) } else { None }
+        self.as_i128()?.try_into().ok()
+    }
+
+    /// The value of an integer, if it is a `u64`, as states of random generators are.
+    #[must_use]
+    pub fn as_u64(&self) -> Option<u64> {
+        self.as_i128()?.try_into().ok()
+    }
+
+    /// The value of an integer of up to 128 bits.
+    #[must_use]
+    pub fn as_i128(&self) -> Option<i128> {
+        match self {
+            Self::Int(n) => Some((*n).into()),
+            Self::BigInt(n) => n.to_i128(),
+            _ => None,
+        }
+    }
+
+    /// The truth value.
+    #[must_use]
+    pub fn as_bool(&self) -> Option<bool> {
+        if let Self::Bool(value) = self { Some(*value) } else { None }
+    }
+
+    /// The bytes of a `bytes` or a `bytearray`.
+    #[must_use]
+    pub fn as_bytes(&self) -> Option<&Bytes> {
+        if let Self::Bytes(bytes) | Self::ByteArray(bytes) = self { Some(bytes) } else { None }
+    }
+
+    /// The items of a list or a tuple.
+    #[must_use]
+    pub fn as_list(&self) -> Option<&[Value]> {
+        if let Self::List(items) | Self::Tuple(items) = self { Some(items) } else { None }
+    }
+
+    /// The object by its parts.
+    #[must_use]
+    pub fn as_object(&self) -> Option<&Object> {
+        if let Self::Object(object) = self { Some(object) } else { None }
     }
 
     /// The value of a float.
@@ -350,7 +402,8 @@ from! {
     i32 => |x| Value::Int(x.into());
     i16 => |x| Value::Int(x.into());
     i8 => |x| Value::Int(x.into());
-    u64 => |x| i64::try_from(x).map_or_else(|_| Value::BigInt(x.into()), Value::Int);
+    u64 => |x| Value::from(i128::from(x));
+    i128 => |x| i64::try_from(x).map_or_else(|_| Value::BigInt(x.into()), Value::Int);
     usize => |x| Value::from(x as u64);
     u32 => |x| Value::Int(x.into());
     u16 => |x| Value::Int(x.into());
@@ -377,6 +430,12 @@ impl<T: Into<Value>> From<Vec<T>> for Value {
 impl<T: Into<Value>> From<Option<T>> for Value {
     fn from(value: Option<T>) -> Self {
         value.map_or(Self::None, Into::into)
+    }
+}
+
+impl From<i128> for BigInt {
+    fn from(n: i128) -> Self {
+        Self::from_le_bytes(n.to_le_bytes().to_vec())
     }
 }
 
@@ -435,6 +494,32 @@ mod tests {
         let list = Value::List(vec![Value::Int(1), Value::Int(2)]);
         assert!(Value::from(vec![1_u8, 2]).same(&list));
         assert!(Value::from(vec![vec![1_i16, 2]]).same(&Value::List(vec![list])));
+    }
+
+    #[test]
+    fn a_getter_returns_what_a_value_is_made_from() {
+        for n in [0, 1, i64::MAX as u64, i64::MAX as u64 + 1, u64::MAX] {
+            assert_eq!(Value::from(n).as_u64(), Some(n));
+            assert_eq!(Value::from(n).as_int(), i64::try_from(n).ok());
+        }
+        let edges = [i128::MIN, i64::MIN.into(), -1, 0, u64::MAX.into(), i128::MAX];
+        for n in edges.into_iter().flat_map(|n| [n.saturating_sub(1), n, n.saturating_add(1)]) {
+            let value = Value::from(n);
+            assert_eq!(value.as_i128(), Some(n));
+            assert_eq!(value.as_int(), i64::try_from(n).ok());
+            assert_eq!(value.as_u64(), u64::try_from(n).ok());
+            assert_eq!(matches!(value, Value::Int(_)), i64::try_from(n).is_ok());
+        }
+        assert_eq!(Value::from(usize::MAX).as_u64(), Some(usize::MAX as u64));
+        assert_eq!(BigInt::from(u64::MAX).to_u64(), Some(u64::MAX));
+        let beyond = Value::BigInt(BigInt::from_le_bytes(vec![0x7f; 17]));
+        assert_eq!((beyond.as_i128(), beyond.as_u64(), beyond.as_int()), (None, None, None));
+        assert_eq!(Value::from(true).as_bool(), Some(true));
+        assert_eq!(Value::from(Bytes::from_static(b"a")).as_bytes().unwrap(), "a");
+        assert_eq!(Value::from(vec![1, 2]).as_list().unwrap().len(), 2);
+        let object = Object::new(Global::new("a", "B"), Vec::new());
+        assert!(Value::from(object).as_object().unwrap().class.is("a", "B"));
+        assert_eq!(Value::from(1).as_bool(), None);
     }
 
     #[test]

@@ -211,6 +211,17 @@ impl Run {
         self.valid_of(self.steps().await?, deep).await
     }
 
+    /// As [`latest_valid`](Self::latest_valid), of the checkpoints of steps before `step`.
+    ///
+    /// # Errors
+    ///
+    /// As [`steps`](Self::steps).
+    pub async fn latest_valid_before(&self, step: u64, deep: bool) -> Result<LatestValid, Error> {
+        let mut steps = self.steps().await?;
+        steps.retain(|one| one.step < step);
+        self.valid_of(steps, deep).await
+    }
+
     async fn valid_of(&self, steps: Vec<RunStep>, deep: bool) -> Result<LatestValid, Error> {
         let mut skipped = Vec::new();
         for step in steps.into_iter().rev() {

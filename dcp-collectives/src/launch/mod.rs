@@ -9,15 +9,36 @@ mod variables;
 mod tests;
 
 use std::net::IpAddr;
+use std::sync::Arc;
 
-use dcp_core::Rank;
+use dcp_core::{Collective, CollectiveError, Rank};
 
 pub use self::error::EnvError;
 pub use self::launcher::Launcher;
 use self::launcher::{Found, find};
 use self::meeting_point::meeting_point;
 use self::variables::Variables;
+use crate::solo::Solo;
 use crate::tcp::{Secret, TcpConfig};
+
+/// The group of the ranks that a launcher started, connected over TCP, or this process alone where none did
+/// or the world has one rank.
+///
+/// A group belongs to checkpoints alone: a background save exchanges messages while training goes on.
+///
+/// # Errors
+///
+/// When variables contradict each other, or the ranks do not find each other.
+pub fn from_env_or_solo() -> Result<Arc<dyn Collective>, CollectiveError> {
+    group_of(Launch::detect()?)
+}
+
+fn group_of(launch: Option<Launch>) -> Result<Arc<dyn Collective>, CollectiveError> {
+    match launch.filter(|launch| launch.world_size > 1) {
+        Some(launch) => Ok(Arc::new(launch.tcp()?.connect()?)),
+        None => Ok(Arc::new(Solo::new())),
+    }
+}
 
 /// What a launcher says of this process: its rank, the number of ranks, and where they meet.
 ///

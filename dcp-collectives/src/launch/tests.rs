@@ -299,3 +299,17 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_process_that_is_alone_is_a_group_of_its_own() {
+    assert_eq!(group_of(None).unwrap().world_size(), 1);
+    let variables = |name: &str| match name {
+        "RANK" => Some("0".to_owned()),
+        "WORLD_SIZE" => Some("1".to_owned()),
+        "MASTER_ADDR" => Some("127.0.0.1".to_owned()),
+        "MASTER_PORT" => Some("1".to_owned()),
+        _ => None,
+    };
+    let launch = Launch::from_variables(variables).unwrap();
+    assert_eq!(group_of(launch).unwrap().world_size(), 1);
+}

@@ -47,7 +47,7 @@ fn request(seed: u64) -> Result<(CheckpointMetadata, Vec<StateIndex>), Failure> 
             }
         }
         metadata.insert(Arc::clone(&leaf.fqn), Entry::Tensor(entry));
-        let spread = SPREADS[usize::try_from(numbers.below(6))?];
+        let spread = SPREADS[usize::try_from(numbers.below(SPREADS.len() as u64))?];
         for (rank, state) in wanted.iter_mut().enumerate() {
             let regions = held(spread, shape, rank as u64, world)
                 .iter()

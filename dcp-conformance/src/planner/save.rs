@@ -17,6 +17,7 @@ pub(super) const SAVE_LAWS: Laws<dyn SavePlanner> = laws![
     offers_describe_the_state,
     the_plan_describes_the_offers,
     what_ranks_hold_is_stored_once,
+    the_plan_has_the_paths_of_the_state,
     the_same_offers_give_the_same_plan,
     the_order_of_ranks_changes_nothing_that_is_stored,
     offers_are_no_longer_than_the_state,
@@ -124,6 +125,25 @@ fn what_ranks_hold_is_stored_once(planner: &dyn SavePlanner) -> Outcome {
             local.check_against(state, "under test")?;
         }
         global.check_against(&locals, "under test")?;
+    }
+    Ok(())
+}
+
+/// A nested state dict is nested again after a load by the paths in the index.
+fn the_plan_has_the_paths_of_the_state(planner: &dyn SavePlanner) -> Outcome {
+    for seed in 0..STATES {
+        let (ranks, _) = states(seed)?;
+        let global = planner.global_plan(&offers(planner, &ranks)?)?;
+        for leaf in ranks.iter().flat_map(|state| &state.leaves) {
+            let Some(entry) = global.metadata.get(&leaf.fqn) else { continue };
+            ensure!(
+                entry.path() == leaf.path.as_ref(),
+                "{:?} has the path {:?} in the index and {:?} in the state",
+                leaf.fqn,
+                entry.path(),
+                leaf.path
+            );
+        }
     }
     Ok(())
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use dcp_core::path::PathItem;
 use dcp_core::plan::{LeafKind, StateIndex, StateLeaf};
 use dcp_core::{DType, Dims, Region};
 
@@ -31,15 +32,18 @@ pub(super) enum Spread {
     Blocks,
     /// Whole, on the last rank only.
     OneRank,
+    /// Two blocks of rows on each rank, as context parallelism deals them: the first and the last.
+    Ends,
 }
 
-pub(super) const SPREADS: [Spread; 6] = [
+pub(super) const SPREADS: [Spread; 7] = [
     Spread::Replicated,
     Spread::Rows,
     Spread::Columns,
     Spread::Pairs,
     Spread::Blocks,
     Spread::OneRank,
+    Spread::Ends,
 ];
 
 pub(super) fn held(
@@ -55,6 +59,18 @@ pub(super) fn held(
         }
     };
     match spread {
+        Spread::Ends => {
+            let both = [rank, 2 * world - 1 - rank].map(|at| {
+                let (mut offsets, mut sizes) = (vec![0; shape.len()], shape.to_vec());
+                if let Some(len) = shape.first() {
+                    (offsets[0], sizes[0]) = part(*len, 2 * world, at);
+                }
+                (offsets, sizes)
+            });
+            // A tensor without axes has no second block.
+            let blocks = if shape.is_empty() { 1 } else { 2 };
+            return both.into_iter().take(blocks).collect();
+        }
         Spread::Replicated => {}
         Spread::OneRank if rank + 1 < world => return Vec::new(),
         Spread::OneRank => {}
@@ -80,18 +96,22 @@ pub(super) fn states(seed: u64) -> Result<(Vec<StateIndex>, BTreeMap<String, Dim
     for number in 0..1 + numbers.below(8) {
         let fqn = format!("t.{number}");
         let shape: Dims = (0..numbers.below(4)).map(|_| numbers.below(9)).collect();
-        let spread = SPREADS[usize::try_from(numbers.below(6))?];
+        let spread = SPREADS[usize::try_from(numbers.below(SPREADS.len() as u64))?];
         for (rank, state) in ranks.iter_mut().enumerate() {
             let regions = held(spread, &shape, rank as u64, world)
                 .iter()
                 .map(|(offsets, sizes)| region(offsets, sizes))
                 .collect::<Result<_, _>>()?;
-            state.leaves.push(tensor(&fqn, &shape, !matches!(spread, Spread::Replicated), regions));
+            let mut leaf = tensor(&fqn, &shape, !matches!(spread, Spread::Replicated), regions);
+            leaf.path = Some([PathItem::Key("t".into()), PathItem::Index(number)].into());
+            state.leaves.push(leaf);
         }
         shapes.insert(fqn, shape);
     }
     for number in 0..numbers.below(4) {
-        let leaf = object(&format!("o.{number}"), 1 + numbers.below(100));
+        let mut leaf = object(&format!("o.{number}"), 1 + numbers.below(100));
+        leaf.path =
+            Some([PathItem::Key("o".into()), PathItem::Key(number.to_string().into())].into());
         ranks.iter_mut().for_each(|state| state.leaves.push(leaf.clone()));
     }
     Ok((ranks, shapes))

@@ -24,6 +24,10 @@ enum Flaw {
     LosesItems,
     DropsLeaves,
     DropsChunks,
+    DropsTheSecondRegion,
+    SwapsRegionsOfOffers,
+    LosesPathsOfOffers,
+    LosesPathsOfTheIndex,
     OverlapsChunks,
 }
 
@@ -38,7 +42,8 @@ impl SavePlanner for Flawed {
             if self.0 == Flaw::DropsLeaves && matches!(leaf.kind, LeafKind::Object { .. }) {
                 continue;
             }
-            let (fqn, path) = (Arc::clone(&leaf.fqn), leaf.path.clone());
+            let lost = self.0 == Flaw::LosesPathsOfOffers;
+            let (fqn, path) = (Arc::clone(&leaf.fqn), leaf.path.clone().filter(|_| !lost));
             match &leaf.kind {
                 LeafKind::Tensor { dtype, shape, sharded, regions } => {
                     let (mut dtype, mut shape) = (*dtype, shape.clone());
@@ -51,9 +56,16 @@ impl SavePlanner for Flawed {
                     let tensor = Some(TensorSpec { dtype, shape, sharded: *sharded });
                     let at = plan.push_key(PlanKey { fqn, path, tensor });
                     for (n, region) in regions.iter().enumerate() {
-                        if self.0 == Flaw::DropsChunks && n == 0 {
+                        if self.0 == Flaw::DropsChunks && n == 0
+                            || self.0 == Flaw::DropsTheSecondRegion && n == 1
+                        {
                             continue;
                         }
+                        // The other of two regions twice, and this one not at all.
+                        let region = match regions.get(1 - n.min(1)) {
+                            Some(other) if self.0 == Flaw::SwapsRegionsOfOffers && n == 0 => other,
+                            _ => region,
+                        };
                         if self.0 == Flaw::OverlapsChunks && region.volume() > 1 {
                             let point = vec![1; region.ndim()];
                             plan.push_chunk(at, &Region::new(&**region.offsets(), point).unwrap())?;
@@ -88,13 +100,15 @@ impl SavePlanner for Flawed {
     }
 
     fn global_plan(&self, locals: &[SavePlan]) -> Result<GlobalPlan, PlanError> {
-        let (mut entries, mut order) = (HashMap::new(), Vec::new());
+        let (mut entries, mut order, mut paths) = (HashMap::new(), Vec::new(), Vec::new());
         let mut selections = vec![Vec::new(); locals.len()];
         for (rank, local) in locals.iter().enumerate() {
             for (index, item) in local.items().enumerate() {
                 let fqn = &item.key.fqn;
                 let place = *entries.entry(Arc::clone(fqn)).or_insert_with(|| {
                     let chunks = ChunkTable::new(item.sizes.len());
+                    let path = item.key.path.clone();
+                    paths.push(path.filter(|_| self.0 != Flaw::LosesPathsOfTheIndex));
                     order.push((Arc::clone(fqn), item.key.tensor.clone(), chunks, false));
                     order.len() - 1
                 });
@@ -122,14 +136,19 @@ impl SavePlanner for Flawed {
             }
         }
         let mut metadata = CheckpointMetadata::new();
-        for (fqn, spec, chunks, _) in order {
+        for ((fqn, spec, chunks, _), path) in order.into_iter().zip(paths) {
             let entry = match spec {
-                None => Entry::Object(ObjectEntry::new(None)),
+                None => {
+                    let mut object = ObjectEntry::new(None);
+                    object.path = path;
+                    Entry::Object(object)
+                }
                 Some(spec) => {
                     let other = self.0 == Flaw::IndexesOtherDTypes;
                     let dtype = if other { DType::Int8 } else { spec.dtype };
                     let mut tensor = TensorEntry::new(dtype, spec.shape);
                     tensor.chunks = chunks;
+                    tensor.path = path;
                     Entry::Tensor(tensor)
                 }
             };
@@ -164,8 +183,20 @@ fn planners_that_change_what_they_plan_are_found() {
     }
     let stored = "what_ranks_hold_is_stored_once";
     assert!(holds(stored, Flaw::None));
-    for flaw in [Flaw::DropsLeaves, Flaw::DropsChunks, Flaw::OverlapsChunks] {
+    for flaw in [
+        Flaw::DropsLeaves,
+        Flaw::DropsChunks,
+        Flaw::DropsTheSecondRegion,
+        Flaw::SwapsRegionsOfOffers,
+        Flaw::OverlapsChunks,
+    ] {
         assert!(holds(offers, flaw), "{flaw:?}");
         assert!(!holds(stored, flaw), "{flaw:?} is not found");
+    }
+    let paths = "the_plan_has_the_paths_of_the_state";
+    assert!(holds(paths, Flaw::None));
+    assert!(!holds(offers, Flaw::LosesPathsOfOffers), "the engine does not find lost paths");
+    for flaw in [Flaw::LosesPathsOfOffers, Flaw::LosesPathsOfTheIndex] {
+        assert!(!holds(paths, flaw), "{flaw:?} is not found");
     }
 }

@@ -341,8 +341,10 @@ async fn delete_of_many_objects_removes_each(subject: Subject) -> Outcome {
     let mut keys = Vec::new();
     for number in 0..KEYS {
         let name = format!("{}/object {number}", number % 3);
-        // Most of them do not exist: more keys than a storage removes with one request.
-        if number % 100 == 37 {
+        // Most of them do not exist: more keys than a storage removes with one request. The first and
+        // the last of requests do.
+        let is_edge = number % 1000 < 2 || number % 1000 > 997 || number + 1 == KEYS;
+        if is_edge || number % 100 == 37 {
             subject.create(&name, &pattern(18, number % 7)).await?;
         }
         keys.push(subject.key(&name)?);

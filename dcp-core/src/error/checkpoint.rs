@@ -103,6 +103,17 @@ pub enum CheckpointError {
         #[source]
         source: DeviceError,
     },
+    /// The checkpoint of a step could not be saved.
+    #[error("cannot save step {step} to {url}", url = Quoted(.url))]
+    Step {
+        /// The training step.
+        step: u64,
+        /// Where it was to be, without secrets.
+        url: String,
+        /// Why not.
+        #[source]
+        source: Box<CheckpointError>,
+    },
     /// There is no checkpoint here.
     #[error("{message}", message = Message(.message))]
     NotACheckpoint {
@@ -158,6 +169,7 @@ impl CheckpointError {
             Self::Background { source, .. } => {
                 source.as_ref().map_or(FailureKind::Other, |source| source.kind())
             }
+            Self::Step { source, .. } => source.kind(),
             Self::Mismatch { .. } => FailureKind::Mismatch,
             Self::Memory { .. } => FailureKind::MemoryInUse,
             Self::Device { source, .. } => FailureKind::of(&**source),

@@ -2,6 +2,7 @@
 
 mod operation;
 mod preemption;
+mod step_save;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,16 +14,17 @@ use dcp_checkpoint::run::{
     AllOf, LatestValid, PruneReport, Retention, Run, SaveSchedule, SkippedStep, StepNaming,
 };
 use dcp_checkpoint::{Error, Opener};
-use dcp_core::error::Phase;
+use dcp_core::error::{FailureKind, Phase, error_chain};
 use dcp_core::text::without_secrets;
 use dcp_core::{CheckpointError, Stateful};
-use dcp_engine::{Group, LoadMode, LoadSummary, SaveHandle, SaveSummary};
+use dcp_engine::{Group, LoadMode, LoadSummary, SaveSummary};
 
 use crate::Checkpointer;
-use crate::checkpointer::Save;
 
 pub use operation::ManagerOperation;
 pub use preemption::Preemption;
+use step_save::StepPlace;
+pub use step_save::{PendingStep, StepSave};
 
 type Clock = dyn Fn() -> SystemTime + Send + Sync;
 
@@ -72,6 +74,7 @@ pub struct CheckpointManager {
     retention: Option<Arc<dyn Retention>>,
     verify: Option<bool>,
     deep_resume: bool,
+    mode: LoadMode,
     preemption: Option<Preemption>,
     check_every: u64,
     clock: Arc<Clock>,
@@ -142,6 +145,7 @@ impl CheckpointManager {
             retention: None,
             verify: None,
             deep_resume: false,
+            mode: LoadMode::default(),
             preemption: None,
             check_every: 1,
             clock: Arc::new(SystemTime::now),
@@ -187,6 +191,15 @@ impl CheckpointManager {
     #[must_use]
     pub fn deep_resume(self, deep: bool) -> Self {
         Self { deep_resume: deep, ..self }
+    }
+
+    /// How closely a checkpoint must fit the state that [`resume`](Self::resume) loads into;
+    /// [`LoadMode::Strict`] by default. [`AllowMissing`](LoadMode::AllowMissing) resumes a trainer that got
+    /// a new key, or more ranks that each have a key of their own: what the checkpoint lacks keeps
+    /// its value, and is named in [`Resumed::load`].
+    #[must_use]
+    pub fn load_mode(self, mode: LoadMode) -> Self {
+        Self { mode, ..self }
     }
 
     /// Saves when a rank is preempted.
@@ -263,7 +276,8 @@ impl CheckpointManager {
 
     /// Loads the newest valid checkpoint of the run into `state`; `None` where the run has none and
     /// training starts from the beginning. Every rank calls it. The coordinator chooses: newer checkpoints that are
-    /// incomplete or damaged are skipped, and named in [`Resumed::skipped`].
+    /// incomplete or damaged are skipped, and named in [`Resumed::skipped`]. Damage that is found while a
+    /// checkpoint is loaded leads to the next older one, which overwrites what the state got of it.
     ///
     /// # Errors
     ///
@@ -274,16 +288,34 @@ impl CheckpointManager {
         state: &'a mut S,
     ) -> ManagerOperation<'a, Option<Resumed>> {
         ManagerOperation::new(async move {
-            let chosen = self.choose().await?;
-            let Some((step, url, skipped)) = chosen else { return Ok(None) };
-            let load = self.checkpointer.load(state, url).mode(LoadMode::default()).await?;
-            *self.parent() = Some(step);
-            Ok(Some(Resumed { step, skipped, load }))
+            let mut damaged = Vec::new();
+            loop {
+                let before = damaged.last().map(|one: &SkippedStep| one.step);
+                let Some((step, url, skipped)) = self.choose(before).await? else {
+                    return Ok(None);
+                };
+                damaged.extend(skipped);
+                match self.checkpointer.load(&mut *state, &url).mode(self.mode).await {
+                    Ok(load) => {
+                        *self.parent() = Some(step);
+                        return Ok(Some(Resumed { step, skipped: damaged, load }));
+                    }
+                    // All ranks have the same report.
+                    Err(error) if is_damage(error.kind()) => {
+                        let name = url.rsplit('/').next().unwrap_or_default();
+                        damaged.push(SkippedStep::new(name, step, error_chain(&error)));
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
         })
     }
 
     /// The checkpoint that all ranks resume from: its step, its URL, and what was skipped.
-    async fn choose(&self) -> Result<Option<(u64, String, Vec<SkippedStep>)>, CheckpointError> {
+    async fn choose(
+        &self,
+        before: Option<u64>,
+    ) -> Result<Option<(u64, String, Vec<SkippedStep>)>, CheckpointError> {
         type Chosen = (Option<(u64, String)>, Vec<(String, u64, String)>);
         let (group, coordinator) = self.checkpointer.settled_group().await;
         let group = Group::new(group, coordinator)?;
@@ -292,7 +324,7 @@ impl CheckpointManager {
                 let context = group.context();
                 let decision = match context.rank == coordinator {
                     false => None,
-                    true => Some(self.latest_valid().await.map(|valid| {
+                    true => Some(self.latest_valid(before).await.map(|valid| {
                         let LatestValid { step, skipped, .. } = valid;
                         let step =
                             step.map(|step| (step.step, step.checkpoint.unwrap_or(step.name)));
@@ -313,8 +345,13 @@ impl CheckpointManager {
         }))
     }
 
-    async fn latest_valid(&self) -> Result<LatestValid, CheckpointError> {
-        let valid = match self.run().latest_valid(self.deep_resume).await {
+    async fn latest_valid(&self, before: Option<u64>) -> Result<LatestValid, CheckpointError> {
+        let (run, deep) = (self.run(), self.deep_resume);
+        let valid = match before {
+            Some(step) => run.latest_valid_before(step, deep).await,
+            None => run.latest_valid(deep).await,
+        };
+        let valid = match valid {
             // The first save makes the folder.
             Err(error) if error.kind() == dcp_checkpoint::ErrorKind::NotFound => {
                 return Ok(LatestValid::default());
@@ -330,6 +367,13 @@ impl CheckpointManager {
                 );
                 Err(CheckpointError::NotACheckpoint { message })
             }
+            (None, None) if before.is_some() => {
+                let message = format!(
+                    "no checkpoint of the run {:?} can be loaded: all are damaged",
+                    without_secrets(&self.url)
+                );
+                Err(CheckpointError::NotACheckpoint { message })
+            }
             _ => Ok(valid),
         }
     }
@@ -338,8 +382,8 @@ impl CheckpointManager {
     pub fn save<S: Stateful + ?Sized>(&self, step: u64, state: &S) -> StepSave {
         *self.last() = Some((self.clock)());
         let url = self.run().step_url(self.naming, step);
-        let save = self.checkpointer.noting_steps(step, *self.parent()).save(state, url);
-        StepSave { manager: self.clone(), step, save, metrics: BTreeMap::new() }
+        let save = self.checkpointer.noting_steps(step, *self.parent()).save(state, &url);
+        StepSave::new(self.clone(), StepPlace { step, url }, save)
     }
 
     /// What follows a commit, on the coordinator: metrics, tracker, retention.
@@ -384,92 +428,17 @@ impl fmt::Debug for CheckpointManager {
     }
 }
 
+/// Whether a load failed because of what is stored, so that an older checkpoint may load.
+fn is_damage(kind: FailureKind) -> bool {
+    use dcp_core::StorageErrorKind::{Changed, NotFound, Truncated};
+    matches!(
+        kind,
+        FailureKind::Damaged
+            | FailureKind::NotACheckpoint
+            | FailureKind::Storage(NotFound | Truncated | Changed)
+    )
+}
+
 fn plugin(error: Error) -> CheckpointError {
     CheckpointError::Plugin(Box::new(error))
-}
-
-/// A save of a step, from [`CheckpointManager::save`]; it runs when it is awaited, with
-/// [`blocking`](Self::blocking), or with [`background`](Self::background).
-#[derive(Debug)]
-#[must_use = "a save does nothing until it is awaited"]
-pub struct StepSave {
-    manager: CheckpointManager,
-    step: u64,
-    save: Save,
-    metrics: BTreeMap<String, f64>,
-}
-
-impl StepSave {
-    /// Records a metric of the checkpoint, for [`KeepBest`](dcp_checkpoint::run::KeepBest). That of
-    /// the coordinator counts.
-    pub fn metric(mut self, name: impl Into<String>, value: f64) -> Self {
-        self.metrics.insert(name.into(), value);
-        self
-    }
-
-    /// Saves on this thread, without a runtime; see [`block_on`](crate::block_on).
-    ///
-    /// # Errors
-    ///
-    /// As [`Save::blocking`].
-    #[cfg(feature = "blocking")]
-    pub fn blocking(self) -> Result<SavedStep, CheckpointError> {
-        crate::block_on(self.into_future())?
-    }
-
-    /// Copies the state, and saves the copy while training goes on; see [`Save::background`].
-    /// [`PendingStep::wait`] records metrics and deletes. Where it is dropped instead, the step has no
-    /// metrics, and the retention of the next save catches up.
-    ///
-    /// # Errors
-    ///
-    /// As [`Save::background`].
-    pub fn background(self) -> Result<PendingStep, CheckpointError> {
-        let Self { manager, step, save, metrics } = self;
-        Ok(PendingStep { handle: save.background()?, manager, step, metrics })
-    }
-}
-
-impl IntoFuture for StepSave {
-    type Output = Result<SavedStep, CheckpointError>;
-    type IntoFuture = std::pin::Pin<Box<dyn Future<Output = Self::Output> + Send>>;
-
-    fn into_future(self) -> Self::IntoFuture {
-        let Self { manager, step, save, metrics } = self;
-        Box::pin(async move {
-            let saved = save.await?;
-            Ok(manager.committed(step, saved, metrics).await)
-        })
-    }
-}
-
-/// A save of a step that is under way, from [`StepSave::background`].
-#[derive(Debug)]
-#[must_use = "an error is only noticed by waiting"]
-pub struct PendingStep {
-    handle: SaveHandle,
-    manager: CheckpointManager,
-    step: u64,
-    metrics: BTreeMap<String, f64>,
-}
-
-impl PendingStep {
-    /// The save: its stage, its progress, and a way to cancel it.
-    #[must_use]
-    pub fn handle(&self) -> &SaveHandle {
-        &self.handle
-    }
-
-    /// Waits for the commit; then records metrics and deletes what the policy does not keep.
-    ///
-    /// # Errors
-    ///
-    /// As [`SaveHandle::wait`].
-    pub fn wait(self) -> ManagerOperation<'static, SavedStep> {
-        let Self { handle, manager, step, metrics } = self;
-        ManagerOperation::new(async move {
-            let saved = handle.wait().await?;
-            Ok(manager.committed(step, saved, metrics).await)
-        })
-    }
 }

@@ -43,6 +43,12 @@ fn flip_a_byte(file: &Path) {
     fs::write(file, bytes).unwrap();
 }
 
+/// Another content of the same length.
+fn ruin(file: &Path) {
+    let bytes: Vec<u8> = fs::read(file).unwrap().iter().map(|byte| !byte).collect();
+    fs::write(file, bytes).unwrap();
+}
+
 #[test]
 fn a_trainer_resumes_from_the_newest_valid_checkpoint_and_hears_what_was_skipped() {
     let folder = tempfile::tempdir().unwrap();
@@ -68,6 +74,72 @@ fn a_trainer_resumes_from_the_newest_valid_checkpoint_and_hears_what_was_skipped
     assert_eq!((sidecar.step, sidecar.parent_step), (Some(30), Some(20)));
     manager.save(40, &state(40)).blocking().unwrap();
     assert_eq!(manager.resume(&mut mine).blocking().unwrap().unwrap().step, 40);
+}
+
+/// Lengths agree, so that only the load finds the damage.
+#[test]
+fn damage_that_a_load_finds_leads_to_the_next_older_checkpoint_on_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = run_in(&folder);
+    let resumed = LocalGroup::new(3).run(|group| {
+        let rank = group.rank();
+        let checkpointer = Checkpointer::new().group(Arc::new(group));
+        let manager = CheckpointManager::new(&url).checkpointer(checkpointer);
+        for step in [10, 20, 30] {
+            manager.save(step, &shard(rank, step)?).blocking()?;
+        }
+        if rank == 0 {
+            for step in [20, 30] {
+                ruin(&Path::new(&url).join(format!("step-{step}/__1_0.distcp")));
+            }
+        }
+        let mut mine = shard(rank, 0)?;
+        // A decision that all ranks make together: the files are damaged by then.
+        manager.save(5, &shard(rank, 5)?).blocking()?;
+        let resumed = manager.resume(&mut mine).blocking()?.unwrap();
+        let skipped: Vec<_> = resumed.skipped.iter().map(|one| one.step).collect();
+        Ok::<_, CheckpointError>((resumed.step, step_of(&mine), skipped))
+    });
+    for resumed in resumed {
+        assert_eq!(resumed.unwrap(), (10, 10, vec![30, 20]));
+    }
+    let manager = CheckpointManager::new(&url);
+    for step in [5, 10] {
+        for rank in [0, 1, 2] {
+            ruin(&Path::new(&url).join(format!("step-{step}/__{rank}_0.distcp")));
+        }
+    }
+    let mut whole = StateDict::new();
+    whole.insert("weight", Tensor::zeros(DType::Float32, [6, 8]).unwrap());
+    let error = manager.resume(&mut whole).blocking().unwrap_err();
+    assert!(error.to_string().contains("all are damaged"), "{error}");
+}
+
+#[test]
+fn a_trainer_with_a_new_key_resumes_in_a_mode_that_allows_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let manager = CheckpointManager::new(run_in(&folder));
+    manager.save(10, &state(10)).blocking().unwrap();
+    let mut more = state(0);
+    more.insert("rng.rank7", u64::MAX);
+    assert!(manager.resume(&mut more).blocking().is_err());
+    let manager = manager.load_mode(dcp::LoadMode::AllowMissing);
+    let resumed = manager.resume(&mut more).blocking().unwrap().unwrap();
+    assert_eq!((resumed.step, step_of(&more)), (10, 10));
+    assert_eq!(more.get("rng.rank7").and_then(dcp::Value::as_u64), Some(u64::MAX));
+}
+
+#[test]
+fn the_error_of_a_save_names_the_step_and_the_place() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("run"), "a file").unwrap();
+    let manager = CheckpointManager::new(run_in(&folder));
+    let error = manager.save(10, &state(10)).blocking().unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("step 10") && text.contains("run/step-10"), "{text}");
+    assert!(matches!(error, CheckpointError::Step { step: 10, .. }));
+    let error = manager.save(20, &state(20)).background().unwrap().wait().blocking().unwrap_err();
+    assert!(error.to_string().contains("step 20"), "{error}");
 }
 
 #[test]

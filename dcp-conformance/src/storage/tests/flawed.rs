@@ -30,7 +30,10 @@ pub(super) enum Flaw {
     ListsByText,
     ListsNothingEmpty,
     ListsUploads,
-    ListsOnePage,
+    ListsUpTo(usize),
+    ListsFoldersUpTo(usize),
+    ListsTheFolder,
+    ListsTheFolderInIt,
     FailsOnAbsentFolder,
     DeleteFailsOnAbsent,
     DeletesFolders,
@@ -54,6 +57,11 @@ pub(super) enum Flaw {
     ListsFoldersDeep,
     ListsFoldersTwice,
     DeletesTheFirstThousand,
+    /// Which keys of a call stay: one of `every`, from `first` on.
+    DeletesAllBut {
+        first: usize,
+        every: usize,
+    },
     KeepsPayloads,
     KeepsParts,
     PartsInOrderOfTheirEnds,
@@ -252,7 +260,11 @@ impl Storage for Flawed {
                     .list(prefix.as_ref())
                     .try_filter(|meta| std::future::ready(meta.byte_len > 0)),
             ),
-            (Flaw::ListsOnePage, prefix) => Box::pin(self.inner.list(prefix.as_ref()).take(100)),
+            (Flaw::ListsUpTo(max), prefix) => Box::pin(self.inner.list(prefix.as_ref()).take(max)),
+            (Flaw::ListsTheFolder, Some(prefix)) => {
+                let folder = stream::iter([Ok(ObjectMeta::new(prefix.clone(), 0))]);
+                Box::pin(folder.chain(self.inner.list(Some(&prefix))))
+            }
             (Flaw::FailsOnAbsentFolder, Some(prefix)) => {
                 let inner = self.inner.list(Some(&prefix));
                 Box::pin(
@@ -273,6 +285,11 @@ impl Storage for Flawed {
 
     fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
         match self.flaw {
+            Flaw::ListsFoldersUpTo(max) => Box::pin(self.inner.list_folder(folder).take(max)),
+            Flaw::ListsTheFolderInIt => {
+                let itself = folder.map(|folder| Ok(FolderEntry::Folder(folder.clone())));
+                Box::pin(stream::iter(itself).chain(self.inner.list_folder(folder)))
+            }
             Flaw::ListsFoldersDeep => Box::pin(self.inner.list(folder).map_ok(FolderEntry::Object)),
             Flaw::ListsFoldersTwice => {
                 let entries = self.inner.list_folder(folder).map_ok(|entry| {
@@ -296,8 +313,16 @@ impl Storage for Flawed {
                 self.inner.delete(&below.try_collect::<Vec<_>>().await?).await?;
             }
         }
-        if self.has(Flaw::DeletesTheFirstThousand) {
-            keys.truncate(1000);
+        match self.flaw {
+            Flaw::DeletesTheFirstThousand => keys.truncate(1000),
+            Flaw::DeletesAllBut { first, every } => {
+                let mut number = 0;
+                keys.retain(|_| {
+                    number += 1;
+                    number <= first || (number - 1 - first) % every != 0
+                });
+            }
+            _ => {}
         }
         self.inner.delete(&keys).await
     }

@@ -50,6 +50,7 @@ pub use megatron_target::MegatronTarget;
 pub use opener::{Need, Opener, default_formats};
 pub use optimizer::{OptimizerForm, OptimizerOptions};
 pub use rollback::Rollback;
+pub use small_file::read_at_most;
 pub use target::{TargetFile, TargetOptions};
 
 /// The jobs that [`Checkpoint`] starts, and their results.

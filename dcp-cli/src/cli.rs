@@ -87,6 +87,7 @@ pub(crate) enum Command {
     Report(command::Report),
     Trace(command::Trace),
     Arch(command::Arch),
+    Help(command::Help),
     Completions(command::Completions),
     Man(command::ManPages),
 }

@@ -1,6 +1,7 @@
 //! The entry point of the command, with the plug-ins of a build.
 
 use std::ffi::OsString;
+use std::io::BufWriter;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -8,18 +9,19 @@ use std::sync::Arc;
 use clap::{CommandFactory, FromArgMatches};
 use dcp::StorageRegistry;
 use dcp::core::format::CheckpointFormat;
-use dcp::core::text::Quoted;
 use dcp::trace::TraceRecorder;
 
 use crate::cli::{Cli, Command};
 use crate::command;
 use crate::failure::{Exit, Failure};
+use crate::interrupt;
 use crate::options::with_targets;
 use crate::output::style::Style;
 use crate::output::{self, error_report};
 use crate::plugins::Plugins;
 use crate::ranks::Ranks;
 use crate::session::Session;
+use crate::threads;
 
 /// The `dcp` command, with the storages and formats of plug-ins in addition to its own.
 ///
@@ -110,7 +112,7 @@ impl CommandLine {
         };
         cli.global.add_storage_options_before_command(&args);
         let errors = Style::for_stream(cli.global.color, &std::io::stderr());
-        match run(cli, &name, &self.plugins) {
+        match threads::caught(|| run(cli, &name, &self.plugins)) {
             Ok(()) => ExitCode::SUCCESS,
             Err(failure) if failure.is_broken_pipe() => ExitCode::SUCCESS,
             Err(failure) if json => error_report::print_json(&failure),
@@ -132,6 +134,7 @@ fn asks_for_json(args: &[OsString]) -> bool {
 /// Runs a parsed command.
 pub(crate) fn run(cli: Cli, name: &str, plugins: &Plugins) -> Result<(), Failure> {
     log(cli.global.verbose);
+    interrupt::survive_file_size_limit();
     let ranks = Ranks::join(cli.command.sharing(), &cli.global)?;
     let done = match ranks.as_ref().is_none_or(Ranks::works) {
         true => run_here(cli, name, plugins, ranks.as_ref()),
@@ -150,19 +153,13 @@ fn run_here(cli: Cli, name: &str, plugins: &Plugins, ranks: Option<&Ranks>) -> R
     };
     let rank = ranks.map_or(0, Ranks::rank);
     let file = if rank == 0 { file } else { of_rank(&file, rank) };
-    let not_recorded = |error: std::io::Error| {
-        Failure::new(
-            Exit::Io,
-            format!("cannot write the trace {}", Quoted(&file.display().to_string())),
-        )
-        .because(vec![error.to_string()])
-    };
-    let recorder = TraceRecorder::create(&file).map_err(not_recorded)?;
+    let recorder = TraceRecorder::to(BufWriter::new(command::create_trace(&file)?));
     let span = recorder.span(rank, &format!("dcp {name}"));
-    let session = Session::new(cli.global, Some(&recorder), plugins, ranks)?;
-    let done = command(cli.command, plugins, &session);
+    let session = Session::new(cli.global, Some(&recorder), plugins, ranks);
+    let done = session.and_then(|session| command(cli.command, plugins, &session));
     drop(span);
-    let recorded = recorder.finish().map_err(not_recorded);
+    // A command that failed has a trace, too.
+    let recorded = recorder.finish().map_err(|error| command::trace_not_written(&file, &error));
     done.and(recorded)
 }
 
@@ -196,6 +193,7 @@ fn command(command: Command, plugins: &Plugins, session: &Session) -> Result<(),
         Command::Trace(args) => command::trace(&args, session),
         Command::Arch(args) => command::arch(&args, out),
         Command::Man(args) => command::man(&args, program(plugins), session),
+        Command::Help(args) => command::help(&args, program(plugins), out),
         Command::Completions(args) => command::completions(&args, program(plugins), out),
     }
 }

@@ -4,12 +4,13 @@
 //! files, and removes what the command has completed so far. The second ends the process at once.
 
 use std::io::{IsTerminal, Write};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use dcp::checkpoint::rollback::{Quiet, Rollback, Undone};
 use dcp::convert::group::JobGroup;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use tokio::sync::oneshot;
 
@@ -17,6 +18,14 @@ use crate::failure::{Exit, Failure};
 
 /// A stop that takes longer explains itself on a terminal.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Lets a write beyond the limit of file sizes (`ulimit -f`) fail, as on a full disk. By default, its
+/// signal ends the process without a message and with everything that it has written left behind.
+pub(crate) fn survive_file_size_limit() {
+    if let Err(error) = signal_hook::flag::register(SIGXFSZ, Arc::default()) {
+        tracing::warn!(%error, "cannot watch for the limit of file sizes");
+    }
+}
 
 /// Runs a command's work. Work that is `long` gets a runtime of several threads and can be
 /// stopped; other work has nothing to clean up, so that signals may end it as they do by default.

@@ -12,5 +12,6 @@ mod output;
 mod plugins;
 mod ranks;
 mod session;
+mod threads;
 
 pub use command_line::CommandLine;

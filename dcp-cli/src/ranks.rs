@@ -1,6 +1,7 @@
 //! The processes of a launcher that run one command together: joining, and failing as one.
 
 use std::io::Write;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread;
@@ -9,6 +10,7 @@ use std::time::Duration;
 use dcp::checkpoint;
 use dcp::collectives::{EnvError, Launch, TcpCollective, TcpConfig};
 use dcp::convert::group::{GroupEnd, JobGroup};
+use dcp::core::text::Quoted;
 use dcp::core::{CheckpointError, Collective};
 
 use crate::failure::{Exit, Failure};
@@ -50,6 +52,9 @@ impl Ranks {
         }
         let timeout = Duration::from_secs(global.rank_timeout);
         let config = launch.tcp().map_err(environment)?;
+        if launch.rank == 0 && !global.quiet {
+            note_open_secret();
+        }
         let config = config.deadline(timeout).connect_timeout(timeout);
         let others = launch.world_size - 1;
         let waiting = format!(
@@ -114,6 +119,21 @@ fn environment(error: EnvError) -> Failure {
     Failure::new(Exit::Usage, "the variables of a launcher do not say which rank this process is")
         .because(vec![error.to_string()])
         .hint("--single runs the command in this process alone")
+}
+
+/// Says that other users can read the secret of the job.
+fn note_open_secret() {
+    let Some(path) = std::env::var_os("DCP_SECRET_FILE") else { return };
+    let others = std::fs::metadata(&path).is_ok_and(|metadata| metadata.mode() & 0o044 != 0);
+    if others {
+        let path = path.to_string_lossy();
+        // A note is not worth an error when stderr is closed.
+        let _ = writeln!(
+            std::io::stderr(),
+            "note: other users can read the secret in {}; chmod 600 makes it yours alone",
+            Quoted(&path)
+        );
+    }
 }
 
 /// Connects, and says for whom it waits when that takes long.

@@ -10,5 +10,5 @@ pub mod summary;
 
 pub use event::TraceEvent;
 pub use file::{Trace, TraceError};
-pub use recorder::{TraceRecorder, TraceSpan};
+pub use recorder::{TraceRecorder, TraceSpan, create_trace};
 pub use summary::TraceSummary;

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt;
-use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufWriter, Read, Write};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -49,14 +49,57 @@ struct Rows {
 /// The first row of requests; rows before it are those of phases.
 const FIRST_REQUEST_ROW: u32 = 10;
 
+/// Creates a file for a trace. Of files that exist, only a trace is replaced: a link, a device, a pipe and
+/// any other file stay as they are.
+///
+/// # Errors
+///
+/// [`AlreadyExists`](io::ErrorKind::AlreadyExists) for a file that is no trace; those of the file
+/// system.
+pub fn create_trace(path: &Path) -> io::Result<File> {
+    let create = || OpenOptions::new().write(true).create_new(true).open(path);
+    match create() {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        created => return created,
+    }
+    let refused = |what: &str| {
+        let problem = format!("{what} is there, and only a trace is replaced; name another file");
+        Err(io::Error::new(io::ErrorKind::AlreadyExists, problem))
+    };
+    let kind = std::fs::symlink_metadata(path)?.file_type();
+    match kind {
+        _ if kind.is_symlink() => return refused("a link"),
+        _ if kind.is_dir() => return refused("a folder"),
+        _ if !kind.is_file() => return refused("a device, a pipe or a socket"),
+        _ => {}
+    }
+    let mut beginning = Vec::new();
+    File::open(path)?.take(BEGINNING).read_to_end(&mut beginning)?;
+    let has_event = beginning.windows(5).any(|piece| piece == b"\"ph\":");
+    let is_trace = match beginning.as_slice() {
+        [] | b"[" | b"[\n" | b"[]\n" => true,
+        [b'[', ..] => has_event,
+        _ => false,
+    };
+    if !is_trace {
+        return refused("another file");
+    }
+    // A link that takes the place of the file is not followed.
+    std::fs::remove_file(path)?;
+    create()
+}
+
+/// How much of a file is looked at for the first event of a trace, in bytes.
+const BEGINNING: u64 = 64 << 10;
+
 impl TraceRecorder {
-    /// Records into a new file, replacing an existing one.
+    /// Records into a new file, or one that replaces a trace: see [`create_trace`].
     ///
     /// # Errors
     ///
-    /// When the file cannot be created.
+    /// When the file cannot be created, or is something other than a trace.
     pub fn create(file: impl AsRef<Path>) -> io::Result<Self> {
-        Ok(Self::to(BufWriter::new(File::create(file)?)))
+        Ok(Self::to(BufWriter::new(create_trace(file.as_ref())?)))
     }
 
     /// Records into a writer.

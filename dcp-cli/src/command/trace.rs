@@ -2,10 +2,11 @@
 
 use std::fs::File;
 use std::io::BufWriter;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
-use dcp::trace::{Trace as Recorded, TraceError, TraceSummary};
+use dcp::core::text::Quoted;
+use dcp::trace::{Trace as Recorded, TraceError, TraceSummary, create_trace};
 
 use crate::failure::{Exit, Failure};
 use crate::output::render::trace;
@@ -62,7 +63,7 @@ pub(crate) fn trace(args: &Trace, session: &Session) -> Result<(), Failure> {
         Ok(all)
     })?;
     if let Some(file) = &args.merge {
-        recorded.write(BufWriter::new(File::create(file)?))?;
+        recorded.write(BufWriter::new(create(file)?))?;
     }
     let summary = TraceSummary::of(&recorded);
     if args.json {
@@ -73,6 +74,20 @@ pub(crate) fn trace(args: &Trace, session: &Session) -> Result<(), Failure> {
         out.note("a file of the trace ends within an event: its process died or still runs");
     }
     Ok(())
+}
+
+/// Creates the file of a trace; see [`create_trace`].
+pub(crate) fn create(file: &Path) -> Result<File, Failure> {
+    create_trace(file).map_err(|error| not_written(file, &error))
+}
+
+/// The failure of a trace that cannot be written.
+pub(crate) fn not_written(file: &Path, error: &std::io::Error) -> Failure {
+    let exists = error.kind() == std::io::ErrorKind::AlreadyExists;
+    let exit = if exists { Exit::Usage } else { Exit::Io };
+    let shown = file.display().to_string();
+    Failure::new(exit, format!("cannot write the trace {}", Quoted(&shown)))
+        .because(vec![error.to_string()])
 }
 
 fn failure(error: TraceError) -> Failure {

@@ -3,11 +3,14 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use dcp::checkpoint::Keys;
+use dcp::checkpoint::{Keys, read_at_most};
 use dcp::convert::keys::{Rename, StatePart, parse_mapping};
 use dcp::olmo::OptimizerLayout;
 
 use crate::failure::{Exit, Failure};
+
+/// Bytes of a mapping that are read at most.
+const MAPPING_MAX: u64 = 64 << 20;
 
 /// Selects and renames keys.
 #[derive(Args, Clone, Debug, Default)]
@@ -89,7 +92,10 @@ impl KeyOptions {
             keys = keys.exclude(pattern);
         }
         if let Some(file) = &self.map {
-            let text = std::fs::read_to_string(file).map_err(|error| {
+            let text = read_at_most(file, MAPPING_MAX).and_then(|bytes| {
+                String::from_utf8(bytes).map_err(|_| std::io::ErrorKind::InvalidData.into())
+            });
+            let text = text.map_err(|error| {
                 let file = file.display().to_string();
                 Failure::new(Exit::Io, format!("cannot read the mapping {file:?}"))
                     .because(vec![error.to_string()])

@@ -144,6 +144,15 @@ fn color_only_where_it_is_wanted() {
 }
 
 #[test]
+fn help_is_a_command_too() {
+    assert_eq!(dcp(["help"]).ok(), dcp(["--help"]).ok());
+    for name in ["convert", "ls", "help", "completions"] {
+        assert_eq!(dcp(["help", name]).ok(), dcp([name, "--help"]).ok(), "{name}");
+    }
+    dcp(["help", "konvert"]).fails(2, &["there is no command \"konvert\"", "dcp help"]);
+}
+
+#[test]
 fn shells_get_completions() {
     for (shell, mark) in [("bash", "_dcp()"), ("zsh", "#compdef dcp"), ("fish", "complete -c dcp")]
     {

@@ -44,6 +44,7 @@ mod run_directory;
 mod secrets;
 mod shells;
 mod sidecar;
+mod special_files;
 mod stats;
 mod support;
 mod terminal;

@@ -32,6 +32,10 @@ impl Rename {
     pub fn parse(text: &str) -> Result<Self, ConvertError> {
         let bad = |problem: &str| ConvertError::invalid_option(format!("{text:?}"), problem);
         let form = "is not a substitution; write s/PATTERN/REPLACEMENT/";
+        if text.len() > TEXT_BYTES_MAX {
+            let problem = format!("is longer than {TEXT_BYTES_MAX} bytes");
+            return Err(ConvertError::invalid_option("a substitution", problem));
+        }
         let mut chars = text.strip_prefix('s').ok_or_else(|| bad(form))?.chars();
         let delimiter = chars.next().filter(|c| !c.is_alphanumeric() && *c != '\\');
         let delimiter = delimiter.ok_or_else(|| bad(form))?;
@@ -86,13 +90,30 @@ impl Rename {
         UnmatchedPattern { option: option.to_owned(), pattern: self.text.clone(), nearest }
     }
 
-    /// The name after the substitution.
+    /// The name after the substitution, which ends early behind 64 KiB.
     #[must_use]
     pub fn apply(&self, name: &str) -> Arc<str> {
-        let limit = usize::from(!self.everywhere);
-        self.pattern.replacen(name, limit, self.replacement.as_str()).into()
+        let (mut made, mut at) = (String::new(), 0);
+        for groups in self.pattern.captures_iter(name) {
+            let Some(found) = groups.get(0) else { break };
+            made.push_str(name.get(at..found.start()).unwrap_or_default());
+            groups.expand(&self.replacement, &mut made);
+            at = found.end();
+            if !self.everywhere || made.len() > NAME_BYTES_MAX {
+                break;
+            }
+        }
+        made.push_str(name.get(at..).unwrap_or_default());
+        made.into()
     }
 }
+
+/// The longest name that a substitution may make, in bytes. Several substitutions grow names
+/// exponentially.
+pub(super) const NAME_BYTES_MAX: usize = 64 << 10;
+
+/// The longest substitution, in bytes.
+const TEXT_BYTES_MAX: usize = 4096;
 
 /// The message of a regular expression's error, without its multi-line excerpt.
 fn one_line(error: &regex::Error) -> String {
@@ -176,6 +197,23 @@ mod tests {
         assert_eq!(rename(r"s/b/\&\$1/", "abc"), "a&$1c");
         assert_eq!(rename(r"s/a\/b/x/", "a/b"), "x");
         assert_eq!(rename("s/x/y/", "abc"), "abc");
+    }
+
+    #[test]
+    fn a_name_grows_within_bounds() {
+        let grow = Rename::parse("s/./&&/g").unwrap();
+        let mut name: Arc<str> = "a".into();
+        for _ in 0..30 {
+            name = grow.apply(&name);
+        }
+        assert!(
+            name.len() > NAME_BYTES_MAX && name.len() <= 100 * NAME_BYTES_MAX,
+            "{}",
+            name.len()
+        );
+        let wide = Rename::parse(&format!("s/.*/{}/", "&".repeat(4000))).unwrap();
+        assert!(wide.apply(&"a".repeat(100)).len() == 400_000);
+        assert!(Rename::parse(&format!("s/a/{}/", "&".repeat(5000))).is_err());
     }
 
     #[test]

@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use dcp_core::CheckpointMetadata;
 use dcp_core::path::{PathItem, StatePath};
+use dcp_core::text::{Quoted, beginning};
 use dcp_planner::KeyFilter;
 use indexmap::IndexMap;
 
 use crate::error::ConvertError;
 use crate::keys::part::{Parts, below};
-use crate::keys::rename::Rename;
+use crate::keys::rename::{NAME_BYTES_MAX, Rename};
 use crate::keys::unmatched::{UnmatchedPattern, unmatched_patterns};
 
 /// A selection of keys, with new names. Keys are selected by their names in the checkpoint; then
@@ -141,7 +142,7 @@ impl Selection {
                 suspicious.push(fqn);
             }
             let inner = model_root.and_then(|root| below(root, fqn));
-            let Some(name) = self.name(fqn, inner.unwrap_or(fqn)) else { continue };
+            let Some(name) = self.name(fqn, inner.unwrap_or(fqn))? else { continue };
             let path = if name == *fqn { path.cloned() } else { renamed_path(path, &name) };
             chosen.push(Chosen { entry, fqn: name, path });
         }
@@ -185,7 +186,9 @@ impl Selection {
             if !names.iter().any(|name| rename.is_match(name)) {
                 unmatched.push(rename.unmatched(&names));
             }
-            names = names.iter().map(|name| rename.apply(name)).collect();
+            let renamed = names.iter().map(|name| rename.apply(name));
+            // `of` refuses longer ones.
+            names = renamed.take_while(|name| name.len() <= NAME_BYTES_MAX).collect();
         }
         Ok(unmatched)
     }
@@ -202,15 +205,23 @@ impl Selection {
 
     /// The new name of a key whose name below the selected root is `inner`; `None` when the
     /// selection drops it.
-    pub(crate) fn name(&self, fqn: &str, inner: &str) -> Option<Arc<str>> {
+    pub(crate) fn name(&self, fqn: &str, inner: &str) -> Result<Option<Arc<str>>, ConvertError> {
         let mut name: Arc<str> = match self.mapping.get(fqn) {
-            Some(new) => new.as_deref()?.into(),
+            Some(None) => return Ok(None),
+            Some(Some(new)) => new.as_str().into(),
             None => inner.into(),
         };
         for rename in &self.renames {
             name = rename.apply(&name);
+            if name.len() > NAME_BYTES_MAX {
+                let problem = format!(
+                    "gives {} a name of more than {NAME_BYTES_MAX} bytes",
+                    Quoted(beginning(fqn, 200))
+                );
+                return Err(ConvertError::invalid_option("a substitution", problem));
+            }
         }
-        Some(name)
+        Ok(Some(name))
     }
 
     /// Whether the filters take a key.

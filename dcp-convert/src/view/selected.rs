@@ -57,7 +57,7 @@ impl Selection {
             let Some((fqn, Entry::Object(_))) = metadata.at(one.entry) else { continue };
             let Some(params) = RenamedParams::of(fqn, &one.fqn, &keys) else { continue };
             let value = read_object(source, fqn).await?;
-            if let Some(value) = params.apply(&value, &|key| self.name(key, key)) {
+            if let Some(value) = params.apply(&value, &|key| self.name(key, key).ok().flatten()) {
                 renamed.insert(one.entry, value);
             }
         }

@@ -52,7 +52,12 @@ impl Room {
         remove_abandoned(&self.path.join("new"))?;
         let mut blocks = Vec::new();
         for folder in fs::read_dir(self.path.join("blocks"))? {
-            for entry in fs::read_dir(folder?.path())? {
+            let folder = folder?;
+            // Nothing is deleted behind a link.
+            if !folder.file_type()?.is_dir() {
+                continue;
+            }
+            for entry in fs::read_dir(folder.path())? {
                 blocks.extend(found(&entry?));
             }
         }

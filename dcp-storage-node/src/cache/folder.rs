@@ -84,7 +84,7 @@ impl CacheFolderBuilder {
         private_folder::open(&path)?;
         for name in ["blocks", "locks", "new"] {
             let below = path.join(name);
-            private_folder::create(&below).map_err(|error| {
+            private_folder::create_within(&below).map_err(|error| {
                 StorageError::from_io(StorageOp::Open, None, error)
                     .with_message(format!("the folder {}", below.display()))
             })?;
@@ -128,6 +128,12 @@ impl CacheFolder {
     /// The bytes of a block of `len` bytes, if it is in the folder. A damaged one is removed.
     pub(crate) fn get(&self, name: &BlockName, len: usize) -> Option<Bytes> {
         let path = self.block(name);
+        let folder = fs::symlink_metadata(path.parent()?).ok()?;
+        let is_file = fs::symlink_metadata(&path).ok()?.is_file();
+        if !folder.is_dir() || !is_file {
+            tracing::warn!(path = %path.display(), "no block is read through a link, a pipe or a device");
+            return None;
+        }
         let mut file = File::open(&path).ok()?;
         match block::read(&mut file, len) {
             Ok(bytes) => {
@@ -153,7 +159,7 @@ impl CacheFolder {
         let unfinished = path.join("new").join(format!("{}-{number}", std::process::id()));
         let to = self.block(name);
         if let Some(folder) = to.parent() {
-            private_folder::create(folder)?;
+            private_folder::create_within(folder)?;
         }
         block::write(&unfinished, bytes)?;
         fs::rename(&unfinished, to).inspect_err(|_| drop(fs::remove_file(&unfinished)))?;

@@ -51,7 +51,7 @@ pub struct Verification<'a> {
 
 impl Checkpoint {
     /// The files in its folder and below that are not of the length that their own contents require.
-    async fn incomplete_files(&self) -> Result<Vec<IncompleteFile>, Error> {
+    pub(crate) async fn incomplete_files(&self) -> Result<Vec<IncompleteFile>, Error> {
         // The trainer's state of OLMo-core is beside the folder that is opened, not in it.
         let outer = self.look(&self.uri).await?;
         let found = self.opener.formats.recognize(&outer.listing().root());

@@ -7,6 +7,7 @@ use dcp_convert::integrity::{Problem, ProblemKind};
 use dcp_convert::jobs::copy::Comparing;
 use dcp_convert::{JobOptions, Source};
 use dcp_core::text::Quoted;
+use dcp_formats::incomplete_files::IncompleteFile;
 
 use crate::error::{Error, ErrorKind};
 use crate::opener::{Need, Opener};
@@ -54,13 +55,24 @@ pub(super) async fn check(
             },
             Ok(report) => report,
         };
-        let is_lost = |problem: &&Problem| {
+        let is_lost = |problem: &Problem| {
             use ProblemKind::{ChangedFile, Corrupt, MissingFile, ShortFile};
             matches!(problem.kind, MissingFile | ShortFile | ChangedFile | Corrupt)
         };
-        let lost = report.problems.iter().find(is_lost).filter(|_| job.is_coordinator());
+        if !job.is_coordinator() {
+            continue;
+        }
+        let mut lost = report.problems.into_iter().find(is_lost);
+        if lost.is_none() && checkpoint.is_folder {
+            let first = checkpoint.incomplete_files().await?.into_iter().next();
+            lost = first.map(|IncompleteFile { file, problem, .. }| {
+                let mut lost = Problem::default();
+                (lost.file, lost.message) = (Some(file.to_string()), problem);
+                lost
+            });
+        }
         if let Some(Problem { file, message, .. }) = lost {
-            let file = file.as_deref().map_or(String::new(), |file| format!("{}: ", Quoted(file)));
+            let file = file.map_or(String::new(), |file| format!("{}: ", Quoted(&file)));
             let message = format!("the copy {uri:?} is not a whole checkpoint: {file}{message}");
             return Err(Error::new(ErrorKind::Damaged, message).with_hint(
                 "`dcp verify --deep` of the source says whether it is whole; if it is, remove the copy \

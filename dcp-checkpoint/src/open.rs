@@ -480,7 +480,7 @@ fn is_missing(error: &CheckpointError) -> bool {
     }
 }
 
-fn cannot_open(uri: &str, error: StorageError) -> Error {
+pub(crate) fn cannot_open(uri: &str, error: StorageError) -> Error {
     match error.kind() {
         StorageErrorKind::NotFound => {
             Error::new(ErrorKind::NotFound, format!("there is nothing at {uri:?}"))

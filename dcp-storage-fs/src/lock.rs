@@ -119,7 +119,11 @@ fn open(folder: &OwnedFd, name: &str) -> io::Result<File> {
     match openat(folder, name, OFlags::RDWR | OFlags::CREATE | guarded, mode) {
         // Another user's file: except on NFS, a lock needs no write permission.
         Err(Errno::ACCESS) => {
-            Ok(openat(folder, name, OFlags::RDONLY | guarded, Mode::empty())?.into())
+            match openat(folder, name, OFlags::RDONLY | guarded, Mode::empty()) {
+                // There is none, and it cannot be created.
+                Err(Errno::NOENT) => Err(Errno::ACCESS.into()),
+                outcome => Ok(outcome?.into()),
+            }
         }
         outcome => {
             let file = outcome?;

@@ -4,11 +4,13 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use dcp_core::format::{FormatRegistry, Listing};
-use dcp_core::storage::{Claim, ObjectMeta};
+use dcp_core::error::error_chain;
+use dcp_core::format::{FormatRegistry, Listing, Place};
+use dcp_core::storage::{Claim, FolderEntry, ObjectMeta, StorageExt as _};
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
-use futures_util::TryStreamExt;
+use futures_util::{StreamExt as _, TryStreamExt as _};
 
+use super::protect::problem_of_files;
 use super::retention::duration_text;
 use super::sidecar::{DELETING, Mark, PIN, mark_deleting};
 use crate::index_files::{classify, is_whole, removal_order, split_indices};
@@ -31,11 +33,25 @@ pub(super) enum Doomed {
 #[derive(Debug)]
 pub(super) enum Outcome {
     Deleted {
-        files: u64,
-        bytes: u64,
+        /// Why a folder without the checkpoint's files is still there.
+        folder_stays: Option<String>,
     },
     /// It stays, for this reason.
     Kept(String),
+}
+
+/// What a deletion has removed, also where it failed then.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Gone {
+    pub(super) files: u64,
+    pub(super) bytes: u64,
+}
+
+impl Gone {
+    fn of(files: &[ObjectMeta]) -> Self {
+        let bytes = files.iter().fold(0, |sum: u64, file| sum.saturating_add(file.byte_len));
+        Self { files: files.len() as u64, bytes }
+    }
 }
 
 /// The run that a folder is deleted from.
@@ -46,31 +62,60 @@ pub(super) struct Deletion<'a> {
 }
 
 impl Deletion<'_> {
+    /// Why the folder `name` is not deleted, as it is now; `None` where [`run`](Self::run) deletes it,
+    /// unless a saver holds it.
+    pub(super) async fn objection(
+        &self,
+        name: &str,
+        why: Doomed,
+    ) -> Result<Option<String>, StorageError> {
+        let files = self.files(name).await?;
+        self.objection_to(name, &files, why).await
+    }
+
+    async fn files(&self, name: &str) -> Result<Vec<ObjectMeta>, StorageError> {
+        let listed = self.storage.list(Some(&Key::new(name)?));
+        listed.take(Listing::OBJECTS_MAX + 1).try_collect().await
+    }
+
     /// Deletes the folder `name`: marks it, removes the files that make it visible, the last written
     /// first, then all others, then the mark. Stopped anywhere, the folder is the whole checkpoint,
     /// or an incomplete one that the next call removes.
-    pub(super) async fn run(&self, name: &str, why: Doomed) -> Result<Outcome, StorageError> {
-        let storage = &**self.storage;
-        let folder = Key::new(name)?;
-        let mut files = Vec::new();
-        let mut listed = storage.list(Some(&folder));
-        while let Some(meta) = listed.try_next().await? {
-            if files.len() >= Listing::OBJECTS_MAX {
-                let most = Listing::OBJECTS_MAX;
-                return Ok(Outcome::Kept(format!("it has more than {most} files")));
-            }
-            files.push(meta);
-        }
-        drop(listed);
-        if files.is_empty() {
-            storage.remove_empty_folders(&folder).await?;
-            return Ok(Outcome::Deleted { files: 0, bytes: 0 });
-        }
-        if let Some(reason) = self.objection(name, &files, why).await? {
+    pub(super) async fn run(
+        &self,
+        name: &str,
+        why: Doomed,
+        gone: &mut Gone,
+    ) -> Result<Outcome, StorageError> {
+        let files = self.files(name).await?;
+        if let Some(reason) = self.objection_to(name, &files, why).await? {
             return Ok(Outcome::Kept(reason));
         }
-        let count = files.len() as u64;
-        let bytes = files.iter().fold(0, |sum: u64, file| sum.saturating_add(file.byte_len));
+        let all = Gone::of(&files);
+        let outcome = self.remove(name, why, files.clone()).await;
+        *gone = match &outcome {
+            Ok(Outcome::Deleted { .. }) => all,
+            Ok(Outcome::Kept(_)) => Gone::default(),
+            Err(_) => {
+                let left = self.files(name).await.unwrap_or_else(|_| files.clone());
+                let left: BTreeSet<_> = left.into_iter().map(|file| file.key).collect();
+                let removed = files.into_iter().filter(|file| !left.contains(&file.key));
+                Gone::of(&removed.collect::<Vec<_>>())
+            }
+        };
+        outcome
+    }
+
+    async fn remove(
+        &self,
+        name: &str,
+        why: Doomed,
+        files: Vec<ObjectMeta>,
+    ) -> Result<Outcome, StorageError> {
+        let (storage, folder) = (&**self.storage, Key::new(name)?);
+        if files.is_empty() {
+            return Ok(self.remove_folder(&folder).await);
+        }
         let held = match self.claims(name, &files).await {
             Ok(held) => held,
             Err(error) if error.kind() == StorageErrorKind::Conflict => {
@@ -96,24 +141,50 @@ impl Deletion<'_> {
         }
         storage.delete(&[mark]).await?;
         drop(held);
-        storage.remove_empty_folders(&folder).await?;
-        Ok(Outcome::Deleted { files: count, bytes })
+        Ok(self.remove_folder(&folder).await)
     }
 
-    /// Why the folder stays, as its files are now.
-    async fn objection(
+    /// Removes the folder, which has no files any more.
+    async fn remove_folder(&self, folder: &Key) -> Outcome {
+        let removed = async {
+            self.storage.remove_empty_folders(folder).await?;
+            if self.storage.capabilities().complete_listing {
+                return Ok::<_, StorageError>(false);
+            }
+            let entries: Vec<_> = self.storage.list_folder(None).try_collect().await?;
+            Ok(entries.contains(&FolderEntry::Folder(folder.clone())))
+        };
+        let folder_stays = match removed.await {
+            Ok(false) => None,
+            Ok(true) => Some("it holds links, or what is no regular file".to_owned()),
+            Err(error) => Some(error_chain(&error)),
+        };
+        Outcome::Deleted { folder_stays }
+    }
+
+    /// Why the folder stays, with these files.
+    async fn objection_to(
         &self,
         name: &str,
         files: &[ObjectMeta],
         why: Doomed,
     ) -> Result<Option<String>, StorageError> {
+        if files.len() > Listing::OBJECTS_MAX {
+            let most = Listing::OBJECTS_MAX;
+            return Ok(Some(format!("it has more than {most} files")));
+        }
         let listing = Listing::new(files.iter().cloned());
         let root = listing.root();
         let Some(folder) = root.folder(name) else { return Ok(None) };
-        if folder.has(PIN) {
+        if files.iter().any(|file| file.key.file_name() == PIN) {
             return Ok(Some("it is pinned".to_owned()));
         }
-        let whole = self.formats.classify(&folder).filter(is_whole);
+        let mut whole = self.formats.classify(&folder).filter(is_whole);
+        if whole.is_some()
+            && problem_of_files(self.storage, self.formats, name, files).await?.is_some()
+        {
+            whole = None;
+        }
         Ok(match (why, whole) {
             (Doomed::Complete, None) => Some("it is no longer complete".to_owned()),
             (Doomed::Complete, Some(found)) => match self.index_order(name, files) {
@@ -139,14 +210,30 @@ impl Deletion<'_> {
                     }
                 }
             },
-            (Doomed::Incomplete { .. }, Some(_)) => Some("it is complete by now".to_owned()),
-            (Doomed::Incomplete { min_age, now }, None) => {
+            (Doomed::Incomplete { .. }, Some(_)) if !self.is_unfinished(name, files).await? => {
+                Some("it is complete by now".to_owned())
+            }
+            (Doomed::Incomplete { min_age, now }, _) => {
                 let age = folder.modified().and_then(|last| now.duration_since(last).ok());
                 let is_old = age.is_some_and(|age| age >= min_age);
                 let min = duration_text(min_age);
                 (!is_old).then(|| format!("a file of it is younger than {min}"))
             }
         })
+    }
+
+    /// Whether the tracker of the run is at an earlier checkpoint, so that the save of this one did not
+    /// finish.
+    async fn is_unfinished(&self, name: &str, files: &[ObjectMeta]) -> Result<bool, StorageError> {
+        let mut all: Vec<_> = self.storage.list_files(None).try_collect().await?;
+        all.extend_from_slice(files);
+        let run = Place::folder(self.storage, Listing::new(all));
+        for format in self.formats.formats() {
+            if let Some(tracker) = format.tracker(&run).await? {
+                return Ok(tracker.unfinished.iter().any(|(folder, _)| folder == name));
+            }
+        }
+        Ok(false)
     }
 
     /// The files that make the checkpoint visible, in an order of which the first removal makes it

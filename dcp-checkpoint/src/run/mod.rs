@@ -6,32 +6,34 @@
 //! both.
 
 mod delete;
+mod look;
+mod order;
+mod protect;
 mod prune;
+mod recorded;
 mod retention;
 mod schedule;
 mod sidecar;
 mod step_name;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
-use dcp_convert::list_run;
-use dcp_convert::open::RunEntry;
-use dcp_core::format::{Listing, Place};
+use dcp_convert::open::RunListing;
 use dcp_core::registry::Access;
-use dcp_core::storage::{FolderEntry, ObjectMeta};
 use dcp_core::text::without_secrets;
-use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
+use dcp_core::{Key, Storage, StorageError};
 use dcp_megatron::{Tracked, write_tracker};
-use futures_util::{StreamExt, TryStreamExt, stream};
 use serde::Serialize;
 
 use crate::error::{Error, ErrorKind};
+use crate::open::cannot_open;
 use crate::opener::Opener;
 use crate::uri::below;
 
+pub use order::StepOrder;
 pub use prune::{
     Deleted, LeftBehind, LeftBehindKind, NotDeleted, Planned, Prune, PrunePlan, PruneReport,
 };
@@ -41,8 +43,6 @@ pub use retention::{
 };
 pub use schedule::SaveSchedule;
 pub use step_name::StepNaming;
-
-use sidecar::Sidecars;
 
 impl Opener {
     /// The run in the folder at a URL.
@@ -100,14 +100,19 @@ pub struct RunStep {
     pub files: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// When the last of them was written, in seconds since 1970, if the storage has it.
+    /// When the last of them was written, in seconds since 1970, if the storage has it. Pins, metrics
+    /// and marks of deletions do not count.
     pub modified: Option<u64>,
-    /// The metrics that were recorded for it.
+    /// The metrics that were recorded for it: by [`Run::record_metrics`], or in the log of the trainer
+    /// of transformers.
     pub metrics: BTreeMap<String, f64>,
     /// Whether it is pinned.
     pub pinned: bool,
     /// Whether the tracker file of the run names it.
     pub tracked: bool,
+    /// What else in the folder of the run names it or leads to it, each as a clause: a file `latest`, the
+    /// link `best`, the best checkpoint of the trainer.
+    pub named_by: Vec<String>,
     /// Whether its deletion has begun and did not end.
     pub deleting: bool,
 }
@@ -125,6 +130,7 @@ impl RunStep {
             pinned: self.pinned,
             complete: self.is_complete(),
             tracked: self.tracked,
+            named_by: self.named_by.clone(),
         }
     }
 
@@ -187,7 +193,8 @@ impl Run {
     /// or listed.
     pub async fn steps(&self) -> Result<Vec<RunStep>, Error> {
         let storage = self.open(Access::Read).await?;
-        self.look(&storage).await.map_err(|error| self.cannot_read(error))
+        let found = self.look(&storage).await.map_err(|error| self.cannot_read(error))?;
+        Ok(found.steps.into_iter().map(|one| one.step).collect())
     }
 
     /// The complete checkpoint of the highest step: complete by its index and the lengths of its
@@ -222,6 +229,28 @@ impl Run {
         self.valid_of(steps, deep).await
     }
 
+    /// A note where the highest complete step of a `listing` of this run is not the newest one; `None`
+    /// where numbers and times agree.
+    ///
+    /// # Errors
+    ///
+    /// As [`steps`](Self::steps).
+    pub async fn order_note(&self, listing: &RunListing) -> Result<Option<String>, Error> {
+        let complete = listing.entries.iter().filter(|entry| entry.complete == Some(true));
+        let mut times: Vec<_> = complete
+            .filter_map(|entry| Some((StepNaming::step_of(&entry.name)?, entry.modified?)))
+            .collect();
+        times.sort_unstable();
+        if times.is_sorted_by_key(|(_, modified)| *modified) {
+            return Ok(None);
+        }
+        // The listing has the times of pins, too.
+        let steps = self.steps().await?;
+        let complete = steps.iter().filter(|step| step.is_complete());
+        Ok(order::disagreement(complete).map(order::describe))
+    }
+
+    /// Whether one of `steps`, the newest last, verifies.
     async fn valid_of(&self, steps: Vec<RunStep>, deep: bool) -> Result<LatestValid, Error> {
         let mut skipped = Vec::new();
         for step in steps.into_iter().rev() {
@@ -339,120 +368,12 @@ impl Run {
 
     async fn open(&self, access: Access) -> Result<Arc<dyn Storage>, Error> {
         let opened = self.opener.storages().open(&self.url, access).await;
-        opened.map_err(|error| match error.kind() {
-            StorageErrorKind::NotFound => {
-                let message = format!("there is no run at {:?}", self.url);
-                Error::new(ErrorKind::NotFound, message).because(error)
-            }
-            _ => Error::from(error).context(format!("cannot open {:?}", self.url)),
-        })
+        opened.map_err(|error| cannot_open(&self.url, error))
     }
 
     fn cannot_read(&self, error: StorageError) -> Error {
         Error::from(error).context(format!("cannot list the run {:?}", self.url))
     }
-
-    /// The checkpoints, in ascending order of steps.
-    async fn look(&self, storage: &Arc<dyn Storage>) -> Result<Vec<RunStep>, StorageError> {
-        let listing = list_run(storage, &self.opener.formats).await?;
-        let (mut files, mut folders) = (Vec::new(), BTreeSet::new());
-        let mut root = storage.list_folder(None);
-        while let Some(entry) = root.try_next().await? {
-            match entry {
-                FolderEntry::Object(meta) => files.push(meta),
-                FolderEntry::Folder(key) => {
-                    folders.insert(key.file_name().to_owned());
-                }
-                _ => {}
-            }
-        }
-        let tracked = self.tracked(storage, files).await?;
-        let entries: BTreeMap<_, _> = listing
-            .entries
-            .into_iter()
-            .filter(|entry| !entry.kind.is_file() && folders.contains(&entry.name))
-            .map(|entry| (entry.name.clone(), entry))
-            .collect();
-        let named = folders.iter().filter_map(|name| {
-            let (_, step) =
-                StepNaming::parse(name).or_else(|| StepNaming::parse_temporary(name))?;
-            Some((name, step))
-        });
-        let read = named.map(|(name, step)| {
-            let entry = entries.get(name);
-            let is_tracked = tracked.as_ref() == Some(name);
-            async move {
-                let sidecars = Sidecars::read(&**storage, &Key::new(name)?).await?;
-                Ok::<_, StorageError>(run_step(name, step, entry, sidecars, is_tracked))
-            }
-        });
-        let parallelism = usize::from(storage.capabilities().parallelism.max(1));
-        let read: Vec<_> = read.collect();
-        let found = stream::iter(read).buffer_unordered(parallelism).try_collect::<Vec<_>>();
-        let mut steps: Vec<_> = found.await?.into_iter().flatten().collect();
-        steps.sort_by(|a, b| (a.step, a.modified, &a.name).cmp(&(b.step, b.modified, &b.name)));
-        Ok(steps)
-    }
-
-    /// The folder that the tracker of the run names.
-    async fn tracked(
-        &self,
-        storage: &Arc<dyn Storage>,
-        files: Vec<ObjectMeta>,
-    ) -> Result<Option<String>, StorageError> {
-        let place = Place::folder(storage, Listing::new(files));
-        for format in self.opener.formats.formats() {
-            if let Some(tracker) = format.tracker(&place).await? {
-                return Ok(tracker.folder.ok());
-            }
-        }
-        Ok(None)
-    }
-}
-
-/// A folder with the name of a step; `None` where it is neither a checkpoint nor the rest of one.
-fn run_step(
-    name: &str,
-    step: u64,
-    entry: Option<&RunEntry>,
-    sidecars: Sidecars,
-    tracked: bool,
-) -> Option<RunStep> {
-    let Sidecars { pinned, deleting, saved_again, metrics } = sidecars;
-    let mut complete = match entry {
-        Some(entry) => entry.complete,
-        None => Some(false),
-    };
-    let deleting = deleting.is_some_and(|mark| {
-        let is_spared =
-            entry.is_some_and(|entry| complete != Some(false) && mark.spares(entry.kind.format()));
-        !(is_spared || saved_again && entry.is_some())
-    });
-    if entry.is_none() && !deleting {
-        return None;
-    }
-    if deleting {
-        complete = Some(false);
-    }
-    let problem = match deleting {
-        true => Some("its deletion did not end".to_owned()),
-        false => entry.and_then(|entry| entry.problem.clone()),
-    };
-    Some(RunStep {
-        name: name.to_owned(),
-        step,
-        checkpoint: entry.and_then(|entry| entry.checkpoint.clone()),
-        format: entry.map_or("", |entry| entry.kind.format()),
-        complete,
-        problem,
-        files: entry.map_or(0, |entry| entry.files),
-        bytes: entry.map_or(0, |entry| entry.bytes),
-        modified: entry.and_then(|entry| entry.modified),
-        metrics,
-        pinned,
-        tracked,
-        deleting,
-    })
 }
 
 #[cfg(test)]

@@ -10,24 +10,36 @@ use dcp_core::storage::{Leftover, LeftoverAction, LeftoverKind};
 use dcp_core::{Storage, StorageErrorKind};
 use serde::Serialize;
 
-use super::delete::{Deletion, Doomed, Outcome};
-use super::retention::{Decision, Retention, decide, duration_text};
+use super::delete::{Deletion, Doomed, Gone, Outcome};
+use super::look::Look;
+use super::order::StepOrder;
+use super::protect::{examine, keep_needed, refuse};
+use super::retention::{Decision, Retention, decide_by, duration_text};
 use super::{Run, RunStep, SkippedStep};
-use crate::error::Error;
+use crate::error::{Error, ErrorKind, Reasons};
 
 impl Run {
     /// A deletion of checkpoints that a policy does not keep, or of what killed saves left. Without
     /// a policy and without [`incomplete`](Prune::incomplete), it only finishes deletions that did
     /// not end.
     pub fn prune(&self) -> Prune {
-        Prune { run: self.clone(), policy: None, incomplete: None, verify: None, now: None }
+        Prune {
+            run: self.clone(),
+            policy: None,
+            incomplete: None,
+            verify: None,
+            by: None,
+            now: None,
+        }
     }
 }
 
 /// A deletion to [`run`](Self::run), from [`Run::prune`].
 ///
-/// The newest complete checkpoint, pinned ones and the one that a tracker file names stay, whatever
-/// the policy; so do files, and folders that are not named after a step. A deletion removes the files
+/// The newest complete checkpoint, pinned ones, those that a file or link of the run names and those that
+/// a kept one needs stay, whatever the policy; so do files, and folders that are not named after a step.
+/// Before anything is deleted, every complete checkpoint is looked at by itself, and counts as incomplete
+/// where its format finds a problem. A deletion removes the files
 /// that make a checkpoint visible first, in the opposite order of a save, then all others in its folder. Links
 /// that lead out of the run are not followed. A checkpoint that a saver holds stays.
 #[derive(Clone, Debug)]
@@ -37,6 +49,7 @@ pub struct Prune {
     policy: Option<Arc<dyn Retention>>,
     incomplete: Option<Duration>,
     verify: Option<bool>,
+    by: Option<StepOrder>,
     now: Option<SystemTime>,
 }
 
@@ -50,6 +63,10 @@ pub struct PrunePlan {
     pub skipped: Vec<SkippedStep>,
     /// Temporary files and open uploads of dead writers, which are removed.
     pub leftovers: Vec<LeftBehind>,
+    /// The checkpoints that would be deleted if nothing were against it.
+    pub not_deleted: Vec<NotDeleted>,
+    /// Names of files and folders of the run that are no checkpoints of steps, and stay.
+    pub others: Vec<String>,
 }
 
 /// A temporary file or an open upload of a dead writer.
@@ -123,6 +140,8 @@ pub struct PruneReport {
     pub bytes: u64,
     /// Temporary files and open uploads of dead writers that are gone.
     pub leftovers: Vec<LeftBehind>,
+    /// Names of files and folders of the run that are no checkpoints of steps, and stay.
+    pub others: Vec<String>,
 }
 
 /// A checkpoint that is gone.
@@ -137,6 +156,9 @@ pub struct Deleted {
     pub files: u64,
     /// Their bytes.
     pub bytes: u64,
+    /// Why its folder is still there, without these files.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub folder_stays: Option<String>,
 }
 
 /// A checkpoint that was to be deleted.
@@ -176,6 +198,13 @@ impl Prune {
         self
     }
 
+    /// Which checkpoint is newer than another one: the one of the higher step, or the one that was written
+    /// later. Without a choice, nothing complete is deleted from a run where the two disagree.
+    pub fn by(mut self, order: StepOrder) -> Self {
+        self.by = Some(order);
+        self
+    }
+
     /// The time against which ages are compared; by default that of the call.
     pub fn now(mut self, now: SystemTime) -> Self {
         self.now = Some(now);
@@ -190,50 +219,85 @@ impl Prune {
     ///
     /// # Errors
     ///
-    /// When the run cannot be listed, or a checkpoint cannot be verified for a failure that may
-    /// pass.
+    /// [`Undecided`](ErrorKind::Undecided) where steps and times disagree and [`by`](Self::by) has not
+    /// chosen; [`InvalidOption`](ErrorKind::InvalidOption) where no checkpoint has a metric of the policy;
+    /// [`Damaged`](ErrorKind::Damaged) where no checkpoint is complete, or none verifies. When the run
+    /// cannot be listed, or a checkpoint cannot be looked at for a failure that may pass.
     pub async fn plan(&self) -> Result<PrunePlan, Error> {
-        let mut plan = self.decided(self.run.steps().await?);
+        let storage = self.run.open(Access::Read).await?;
+        let (mut plan, look) = self.decide(&storage).await?;
         if let Some(min_age) = self.incomplete {
-            let storage = self.run.open(Access::Read).await?;
             plan.leftovers = leftovers(&*storage, min_age, LeftoverAction::List).await?;
         }
         let deep = match self.verify {
             Some(deep) if plan.deleted().any(RunStep::is_complete) => deep,
             _ => return Ok(plan),
         };
-        let steps = plan.steps.iter().map(|one| one.step.clone()).collect();
+        let mut steps: Vec<_> = plan.steps.iter().map(|one| one.step.clone()).collect();
+        self.order().sort(&mut steps);
         let valid = self.run.valid_of(steps, deep).await?;
-        let newest = valid.step.map(|step| step.name);
-        for one in plan.steps.iter_mut().filter(|one| one.step.is_complete()) {
-            if newest.as_ref() == Some(&one.step.name) {
-                one.decision = Decision::keep("the newest valid one");
-            } else if newest.is_none() {
-                one.decision = Decision::keep("no checkpoint of the run is valid");
-            }
+        let Some(newest) = valid.step else { return Err(nothing_valid(&valid.skipped)) };
+        let newest = plan.steps.iter_mut().find(|one| one.step.name == newest.name);
+        if let Some(one) = newest {
+            one.decision = Decision::keep("the newest valid one");
         }
+        keep_needed(&look, &mut plan);
         plan.skipped = valid.skipped;
         Ok(plan)
     }
 
-    fn decided(&self, steps: Vec<RunStep>) -> PrunePlan {
-        let facts: Vec<_> = steps.iter().map(RunStep::facts).collect();
+    fn order(&self) -> StepOrder {
+        self.by.unwrap_or_default()
+    }
+
+    /// Looks at the run, and decides.
+    async fn decide(&self, storage: &Arc<dyn Storage>) -> Result<(PrunePlan, Look), Error> {
+        let failed = |error| self.run.cannot_read(error);
+        let formats = &self.run.opener.formats;
+        let mut look = self.run.look(storage).await.map_err(failed)?;
+        let mut plan = self.decided(&look);
+        if plan.deleted().next().is_some() {
+            examine(storage, formats, &mut look.steps).await.map_err(failed)?;
+            plan = self.decided(&look);
+        }
+        refuse(&look, &plan, self.policy.as_deref(), self.by)?;
+        for one in plan.steps.iter_mut().filter(|one| one.decision.delete) {
+            let (name, step) = (one.step.name.clone(), one.step.step);
+            let deletion = Deletion { storage, formats };
+            let reason = match deletion.objection(&name, self.why(&one.step)).await {
+                Ok(None) => continue,
+                Ok(Some(reason)) => reason,
+                Err(error) if error.is_retryable() => return Err(failed(error)),
+                Err(error) => error_chain(&error),
+            };
+            one.decision = Decision::keep(reason.clone());
+            plan.not_deleted.push(NotDeleted { name, step, reason, failed: false });
+        }
+        keep_needed(&look, &mut plan);
+        Ok((plan, look))
+    }
+
+    fn decided(&self, look: &Look) -> PrunePlan {
+        let steps = look.steps.iter().map(|one| &one.step);
+        let facts: Vec<_> = steps.clone().map(RunStep::facts).collect();
         let now = self.time();
-        let any_complete = steps.iter().any(RunStep::is_complete);
+        let any_complete = steps.clone().any(RunStep::is_complete);
         let mut decisions = match &self.policy {
-            Some(policy) => decide(&facts, policy, now),
-            None => steps.iter().map(|_| Decision::keep("no policy")).collect(),
+            Some(policy) => decide_by(self.order(), &facts, policy, now),
+            None => facts.iter().map(|_| Decision::keep("no policy")).collect(),
         };
-        for (step, decision) in steps.iter().zip(&mut decisions) {
+        for (step, decision) in steps.clone().zip(&mut decisions) {
             if step.complete == Some(false) {
                 *decision = self.about_incomplete(step, any_complete, now);
             } else if step.complete.is_none() {
                 *decision = Decision::keep("whether it is complete is unknown");
             }
         }
-        let planned = steps.into_iter().zip(decisions);
+        let planned = steps.cloned().zip(decisions);
         let steps = planned.map(|(step, decision)| Planned { step, decision }).collect();
-        PrunePlan { steps, ..PrunePlan::default() }
+        let mut plan = PrunePlan { steps, others: look.others.clone(), ..PrunePlan::default() };
+        keep_needed(look, &mut plan);
+        plan
     }
 
     fn about_incomplete(&self, step: &RunStep, any_complete: bool, now: SystemTime) -> Decision {
@@ -248,6 +312,7 @@ impl Prune {
         let age = step.facts().saved.and_then(|saved| now.duration_since(saved).ok());
         match age {
             _ if step.tracked => Decision::keep("the tracker of the run names it"),
+            _ if !step.named_by.is_empty() => Decision::keep(step.named_by.join(", ")),
             _ if !any_complete => Decision::keep("the run has no complete checkpoint"),
             Some(age) if age >= min_age => {
                 Decision::delete(format!("incomplete, and not written to for {min}"))
@@ -272,10 +337,11 @@ impl Prune {
     ///
     /// # Errors
     ///
-    /// When the run cannot be listed.
+    /// As [`plan`](Self::plan).
     pub async fn apply(self, plan: &PrunePlan) -> Result<PruneReport, Error> {
         let planned: BTreeSet<_> = plan.deleted().map(|step| &step.name).collect();
-        let mut now = self.decided(self.run.steps().await?);
+        let storage = self.run.open(Access::Read).await?;
+        let (mut now, _) = self.decide(&storage).await?;
         now.leftovers.clone_from(&plan.leftovers);
         for one in &mut now.steps {
             one.decision.delete &= planned.contains(&one.step.name);
@@ -284,7 +350,11 @@ impl Prune {
     }
 
     async fn delete(&self, plan: &PrunePlan) -> Result<PruneReport, Error> {
-        let mut report = PruneReport::default();
+        let mut report = PruneReport {
+            not_deleted: plan.not_deleted.clone(),
+            others: plan.others.clone(),
+            ..PruneReport::default()
+        };
         if plan.deleted().next().is_none() && self.incomplete.is_none() {
             return Ok(report);
         }
@@ -302,33 +372,52 @@ impl Prune {
         Ok(report)
     }
 
-    async fn delete_one(
-        &self,
-        storage: &Arc<dyn Storage>,
-        step: &RunStep,
-        report: &mut PruneReport,
-    ) {
-        let why = match (step.is_complete(), step.deleting) {
+    /// Why a checkpoint is deleted.
+    fn why(&self, step: &RunStep) -> Doomed {
+        match (step.is_complete(), step.deleting) {
             (true, _) => Doomed::Complete,
             (false, true) => Doomed::Deleting,
             (false, false) => {
                 let min_age = self.incomplete.unwrap_or(Duration::MAX);
                 Doomed::Incomplete { min_age, now: self.time() }
             }
-        };
+        }
+    }
+
+    async fn delete_one(
+        &self,
+        storage: &Arc<dyn Storage>,
+        step: &RunStep,
+        report: &mut PruneReport,
+    ) {
         let formats = &self.run.opener.formats;
-        let name = step.name.clone();
-        let (reason, failed) = match (Deletion { storage, formats }).run(&name, why).await {
-            Ok(Outcome::Deleted { files, bytes }) => {
-                report.files = report.files.saturating_add(files);
-                report.bytes = report.bytes.saturating_add(bytes);
-                report.deleted.push(Deleted { name, step: step.step, files, bytes });
+        let (name, why) = (step.name.clone(), self.why(step));
+        let mut gone = Gone::default();
+        let outcome = Deletion { storage, formats }.run(&name, why, &mut gone).await;
+        let Gone { files, bytes } = gone;
+        report.files = report.files.saturating_add(files);
+        report.bytes = report.bytes.saturating_add(bytes);
+        let (reason, failed) = match outcome {
+            Ok(Outcome::Deleted { folder_stays }) => {
+                let step = step.step;
+                report.deleted.push(Deleted { name, step, files, bytes, folder_stays });
                 return;
             }
             Ok(Outcome::Kept(reason)) => (reason, false),
             Err(error) => (error_chain(&error), true),
         };
         report.not_deleted.push(NotDeleted { name, step: step.step, reason, failed });
+    }
+}
+
+/// No checkpoint of a run verifies.
+fn nothing_valid(skipped: &[SkippedStep]) -> Error {
+    let message = "no checkpoint of the run verifies, so nothing is deleted";
+    let problems = skipped.iter().map(|one| format!("{}: {}", one.name, one.problem)).collect();
+    let error = Error::new(ErrorKind::Damaged, message);
+    match Reasons::new(problems) {
+        Some(reasons) => error.because(reasons),
+        None => error,
     }
 }
 

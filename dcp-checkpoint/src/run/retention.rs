@@ -7,6 +7,8 @@ use std::time::{Duration, SystemTime};
 
 use serde::Serialize;
 
+use super::order::StepOrder;
+
 /// The facts of a complete checkpoint for a retention policy.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
@@ -23,6 +25,8 @@ pub struct StepFacts {
     pub complete: bool,
     /// Whether the tracker file of the run names it.
     pub tracked: bool,
+    /// What else of the run names it or leads to it, each as a clause.
+    pub named_by: Vec<String>,
 }
 
 impl StepFacts {
@@ -66,6 +70,13 @@ impl StepFacts {
         self.tracked = tracked;
         self
     }
+
+    /// Adds a clause to [`named_by`](Self::named_by).
+    #[must_use]
+    pub fn with_named_by(mut self, clause: impl Into<String>) -> Self {
+        self.named_by.push(clause.into());
+        self
+    }
 }
 
 /// A rule that says which checkpoints of a run are kept.
@@ -74,6 +85,7 @@ impl StepFacts {
 /// [`AllOf`] compose policies.
 ///
 /// ```
+/// use std::collections::BTreeSet;
 /// use std::time::SystemTime;
 ///
 /// use dcp_checkpoint::run::{AnyOf, KeepLast, Retention, StepFacts, decide};
@@ -90,6 +102,10 @@ impl StepFacts {
 ///     fn description(&self) -> String {
 ///         "powers of two".to_owned()
 ///     }
+///
+///     fn metrics(&self) -> BTreeSet<String> {
+///         BTreeSet::new()
+///     }
 /// }
 ///
 /// let steps: Vec<_> = (1..=6).map(StepFacts::new).collect();
@@ -99,12 +115,16 @@ impl StepFacts {
 /// assert_eq!(kept, [true, true, false, true, true, true]);
 /// ```
 pub trait Retention: fmt::Debug + Send + Sync {
-    /// For each complete checkpoint, in ascending order of steps, whether it is kept. One that the
-    /// answer does not reach is kept.
+    /// For each complete checkpoint, the newest last, whether it is kept. One that the answer does not
+    /// reach is kept, and so should one be of which a fact is unknown that decides.
     fn keep(&self, complete: &[StepFacts], now: SystemTime) -> Vec<bool>;
 
     /// The checkpoints that it keeps, as a noun: `the last 3`.
     fn description(&self) -> String;
+
+    /// The metrics that it compares. A [`Prune`](super::Prune) fails where no checkpoint has one of
+    /// them.
+    fn metrics(&self) -> BTreeSet<String>;
 }
 
 impl<R: Retention + ?Sized> Retention for Arc<R> {
@@ -114,6 +134,10 @@ impl<R: Retention + ?Sized> Retention for Arc<R> {
 
     fn description(&self) -> String {
         (**self).description()
+    }
+
+    fn metrics(&self) -> BTreeSet<String> {
+        (**self).metrics()
     }
 }
 
@@ -130,6 +154,10 @@ impl Retention for KeepLast {
     fn description(&self) -> String {
         format!("the last {}", self.0)
     }
+
+    fn metrics(&self) -> BTreeSet<String> {
+        BTreeSet::new()
+    }
 }
 
 /// Keeps the checkpoints whose step is a multiple of so many steps; of 0 steps, none.
@@ -144,10 +172,14 @@ impl Retention for KeepEvery {
     fn description(&self) -> String {
         format!("multiples of {} steps", self.0)
     }
+
+    fn metrics(&self) -> BTreeSet<String> {
+        BTreeSet::new()
+    }
 }
 
-/// Keeps the checkpoints with the best values of a metric. Of equal values, the later step is the
-/// better one. A checkpoint without the metric is not among them.
+/// Keeps the checkpoints with the best values of a metric. Of equal values, the newer checkpoint is the
+/// better one. Those of which the metric is unknown or no number are kept, besides that many.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KeepBest {
@@ -175,10 +207,16 @@ impl KeepBest {
 
 impl Retention for KeepBest {
     fn keep(&self, complete: &[StepFacts], _now: SystemTime) -> Vec<bool> {
-        let value = |one: &StepFacts| one.metrics.get(&self.metric).copied();
-        let ranked = complete.iter().enumerate();
-        let ranked = ranked.filter_map(|(at, one)| Some((at, value(one)?)));
-        let mut ranked: Vec<_> = ranked.filter(|(_, value)| !value.is_nan()).collect();
+        let value = |one: &StepFacts| {
+            one.metrics.get(&self.metric).copied().filter(|value| !value.is_nan())
+        };
+        let (mut ranked, mut unknown) = (Vec::new(), BTreeSet::new());
+        for (at, one) in complete.iter().enumerate() {
+            match value(one) {
+                Some(value) => ranked.push((at, value)),
+                None => drop(unknown.insert(at)),
+            }
+        }
         // Adding 0.0 makes the two zeros equal.
         let sign = if self.lowest { 1.0 } else { -1.0 };
         ranked.sort_by(|(a, x), (b, y)| {
@@ -186,12 +224,16 @@ impl Retention for KeepBest {
             order.then(b.cmp(a))
         });
         let best: BTreeSet<_> = ranked.iter().take(self.count).map(|(at, _)| *at).collect();
-        (0..complete.len()).map(|at| best.contains(&at)).collect()
+        (0..complete.len()).map(|at| best.contains(&at) || unknown.contains(&at)).collect()
     }
 
     fn description(&self) -> String {
         let order = if self.lowest { "lowest" } else { "highest" };
         format!("the {} with the {order} {:?}", self.count, self.metric)
+    }
+
+    fn metrics(&self) -> BTreeSet<String> {
+        BTreeSet::from([self.metric.clone()])
     }
 }
 
@@ -209,6 +251,10 @@ impl Retention for KeepYoungerThan {
     fn description(&self) -> String {
         format!("those younger than {}", duration_text(self.0))
     }
+
+    fn metrics(&self) -> BTreeSet<String> {
+        BTreeSet::new()
+    }
 }
 
 /// Keeps the checkpoints of these steps.
@@ -224,6 +270,10 @@ impl Retention for KeepSteps {
         let steps: Vec<_> = self.0.iter().take(8).map(ToString::to_string).collect();
         let more = if self.0.len() > steps.len() { ", …" } else { "" };
         format!("steps {}{more}", steps.join(", "))
+    }
+
+    fn metrics(&self) -> BTreeSet<String> {
+        BTreeSet::new()
     }
 }
 
@@ -261,6 +311,10 @@ impl Retention for AnyOf {
     fn description(&self) -> String {
         joined(&self.0, ", ", "nothing")
     }
+
+    fn metrics(&self) -> BTreeSet<String> {
+        self.0.iter().flat_map(|policy| policy.metrics()).collect()
+    }
 }
 
 /// Keeps what all of several policies keep; without any, everything.
@@ -290,6 +344,10 @@ impl Retention for AllOf {
 
     fn description(&self) -> String {
         joined(&self.0, " that are also ", "everything")
+    }
+
+    fn metrics(&self) -> BTreeSet<String> {
+        self.0.iter().flat_map(|policy| policy.metrics()).collect()
     }
 }
 
@@ -327,25 +385,53 @@ impl Decision {
 
 /// Decides about each checkpoint of a run, in the order of `steps`, which is any.
 ///
-/// Whatever the policy says, it keeps the newest complete checkpoint, pinned ones, the one that a
-/// tracker file names, and those that are not complete: a save may still write them.
+/// Whatever the policy says, it keeps the newest complete checkpoint, which is that of the highest step,
+/// pinned ones, those that a file or link of the run names, and those that are not complete: a save may
+/// still write them.
 #[must_use]
 pub fn decide(steps: &[StepFacts], policy: &dyn Retention, now: SystemTime) -> Vec<Decision> {
-    let mut order: Vec<usize> = (0..steps.len()).collect();
-    order.retain(|at| steps.get(*at).is_some_and(|one| one.complete));
-    order.sort_by_key(|at| steps.get(*at).map(|one| (one.step, one.saved)));
-    let complete: Vec<_> = order.iter().filter_map(|at| steps.get(*at).cloned()).collect();
-    let newest = complete.last().map(|one| one.step);
+    decide_by(StepOrder::Step, steps, policy, now)
+}
+
+/// The same in a chosen order.
+pub(super) fn decide_by(
+    by: StepOrder,
+    steps: &[StepFacts],
+    policy: &dyn Retention,
+    now: SystemTime,
+) -> Vec<Decision> {
+    let mut order: Vec<_> = steps.iter().enumerate().filter(|(_, one)| one.complete).collect();
+    order.sort_by(|(a, one), (b, other)| {
+        by.compare((one.step, one.saved, a), (other.step, other.saved, b))
+    });
+    let complete: Vec<_> = order.iter().map(|(_, one)| (*one).clone()).collect();
+    // Two folders of one step, or of one time, are both the newest.
+    let is_newest = |one: &StepFacts| {
+        complete.last().is_some_and(|newest| match by {
+            StepOrder::Step => newest.step == one.step,
+            StepOrder::Time => newest.saved == one.saved,
+        })
+    };
     let answer = policy.keep(&complete, now);
-    let places: BTreeMap<_, _> = order.iter().enumerate().map(|(place, at)| (*at, place)).collect();
+    let places: BTreeMap<_, _> =
+        order.iter().enumerate().map(|(place, (at, _))| (*at, place)).collect();
+    let metrics = policy.metrics();
     let decision = |(at, one): (usize, &StepFacts)| match places.get(&at) {
         None => Decision::keep("not complete"),
         Some(_) if one.pinned => Decision::keep("pinned"),
-        // Two folders of one step are both the newest.
-        Some(_) if Some(one.step) == newest => Decision::keep("the newest complete one"),
+        Some(_) if is_newest(one) => Decision::keep("the newest complete one"),
         Some(_) if one.tracked => Decision::keep("the tracker of the run names it"),
+        Some(_) if !one.named_by.is_empty() => Decision::keep(one.named_by.join(", ")),
         Some(place) if keeps(&answer, *place) => {
-            Decision::keep(format!("kept by the policy: {}", policy.description()))
+            let unknown =
+                |name: &&String| one.metrics.get(*name).is_none_or(|value| value.is_nan());
+            match metrics.iter().find(unknown) {
+                Some(name) => Decision::keep(format!(
+                    "kept by the policy: {}; its {name:?} is unknown",
+                    policy.description()
+                )),
+                None => Decision::keep(format!("kept by the policy: {}", policy.description())),
+            }
         }
         Some(_) => Decision::delete(format!("none of: {}", policy.description())),
     };

@@ -31,6 +31,9 @@ fn steps(random: &mut Random) -> Vec<StepFacts> {
             .with_complete(random.below(4) != 0)
             .with_pinned(random.below(5) == 0)
             .with_tracked(random.below(6) == 0);
+        if random.below(8) == 0 {
+            one = one.with_named_by("the link \"best\" leads to it");
+        }
         if random.is() {
             one = one.with_saved(at(random.below(100)));
         }
@@ -54,6 +57,10 @@ impl Retention for Careless {
 
     fn description(&self) -> String {
         "a careless one".to_owned()
+    }
+
+    fn metrics(&self) -> BTreeSet<String> {
+        BTreeSet::new()
     }
 }
 
@@ -93,7 +100,8 @@ fn whatever_the_policy_the_newest_pinned_tracked_and_incomplete_stay() {
         assert_eq!(decisions.len(), steps.len());
         let newest = steps.iter().filter(|one| one.complete).map(|one| one.step).max();
         for (one, decision) in steps.iter().zip(&decisions) {
-            let protected = one.pinned || one.tracked || !one.complete || Some(one.step) == newest;
+            let named = one.tracked || !one.named_by.is_empty();
+            let protected = one.pinned || named || !one.complete || Some(one.step) == newest;
             assert!(!(protected && decision.delete), "{policy:?} {steps:?} {decisions:?}");
             assert!(!decision.reason.is_empty());
             deleted += usize::from(decision.delete);
@@ -161,7 +169,7 @@ fn each_policy_keeps_what_it_says() {
     assert_eq!(kept(&steps, &KeepEvery(0)), [100]);
     assert_eq!(kept(&steps, &KeepBest::highest(2, "loss")), [10, 20, 100]);
     assert_eq!(kept(&steps, &KeepBest::lowest(2, "loss")), [90, 100]);
-    assert_eq!(kept(&steps, &KeepBest::lowest(2, "accuracy")), [100]);
+    assert_eq!(kept(&steps, &KeepBest::lowest(2, "accuracy")).len(), 10, "it is unknown of all");
     assert_eq!(kept(&steps, &KeepYoungerThan(Duration::from_secs(21))), [80, 90, 100]);
     assert_eq!(kept(&steps, &KeepSteps([20, 30].into())), [20, 30, 100]);
     let any = AnyOf::new().or(KeepLast(2)).or(KeepEvery(50));
@@ -183,10 +191,12 @@ fn equal_and_missing_metrics_are_ranked() {
         with(5, 9.0),
         StepFacts::new(6),
     ];
-    assert_eq!(kept(&steps, &KeepBest::lowest(1, "loss")), [2, 6]);
-    assert_eq!(kept(&steps, &KeepBest::lowest(2, "loss")), [1, 2, 6]);
-    assert_eq!(kept(&steps, &KeepBest::highest(1, "loss")), [5, 6]);
-    assert_eq!(kept(&steps, &KeepBest::highest(9, "loss")), [1, 2, 5, 6]);
+    assert_eq!(kept(&steps, &KeepBest::lowest(1, "loss")), [2, 3, 4, 6]);
+    assert_eq!(kept(&steps, &KeepBest::lowest(2, "loss")), [1, 2, 3, 4, 6]);
+    assert_eq!(kept(&steps, &KeepBest::highest(1, "loss")), [3, 4, 5, 6]);
+    assert_eq!(kept(&steps, &KeepBest::highest(9, "loss")), [1, 2, 3, 4, 5, 6]);
+    let decisions = decide(&steps, &KeepBest::lowest(1, "loss"), NOW);
+    assert!(decisions[3].reason.ends_with("its \"loss\" is unknown"), "{decisions:?}");
 }
 
 #[test]
@@ -210,4 +220,22 @@ fn reasons_name_the_policy() {
     assert_eq!(reasons[0], "none of: the last 2");
     assert_eq!(reasons[1], "kept by the policy: the last 2");
     assert_eq!(reasons[2], "the newest complete one");
+}
+
+#[test]
+fn by_time_the_newest_and_the_last_are_those_written_last() {
+    let steps = [
+        StepFacts::new(700).with_saved(at(10)),
+        StepFacts::new(100).with_saved(at(90)),
+        StepFacts::new(200).with_saved(at(80)),
+    ];
+    let kept = |by, policy: &dyn Retention| -> Vec<u64> {
+        let decisions = decide_by(by, &steps, policy, at(100));
+        let left = steps.iter().zip(decisions).filter(|(_, decision)| !decision.delete);
+        left.map(|(one, _)| one.step).collect()
+    };
+    assert_eq!(kept(StepOrder::Time, &KeepLast(1)), [100]);
+    assert_eq!(kept(StepOrder::Time, &KeepLast(2)), [100, 200]);
+    assert_eq!(kept(StepOrder::Step, &KeepLast(1)), [700]);
+    assert_eq!(kept(StepOrder::Step, &KeepLast(2)), [700, 200]);
 }

@@ -3,11 +3,15 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use dcp_core::digest::fnv1a_64;
 use dcp_core::error::StorageOp;
-use dcp_core::storage::{FolderEntry, ObjectMeta, PutMode, StorageExt as _};
+use dcp_core::format::Listing;
+use dcp_core::storage::{ObjectMeta, PutMode, StorageExt as _};
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::TryStreamExt;
 use serde::{Deserialize, Serialize};
+
+use super::recorded::{TRAINER_STATE, TRAINER_STATE_BYTES_MAX, TrainerState, own_metrics};
 
 /// A checkpoint with this file is pinned.
 pub(super) const PIN: &str = ".dcp-pin";
@@ -30,6 +34,12 @@ pub(super) struct Sidecars {
     /// Whether a save has written into the folder since its deletion began.
     pub(super) saved_again: bool,
     pub(super) metrics: BTreeMap<String, f64>,
+    /// The path of the best checkpoint, as the trainer has noted it.
+    pub(super) best: Option<String>,
+    /// The time of the newest file that is none of these.
+    pub(super) modified: Option<SystemTime>,
+    /// Identifies the files, on a file system.
+    pub(super) identity: Option<u64>,
 }
 
 /// The mark of a deletion that has begun.
@@ -96,46 +106,102 @@ impl Mark {
     }
 }
 
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize)]
 struct MetricsFile {
     metrics: BTreeMap<String, f64>,
 }
 
 impl Sidecars {
-    /// Lists the folder of a checkpoint, and reads its metrics. Metrics that cannot be parsed are
-    /// none: they decide nothing but which checkpoint is the best.
-    pub(super) async fn read(storage: &dyn Storage, folder: &Key) -> Result<Self, StorageError> {
+    /// Lists the folder of the checkpoint of a step, and reads what is recorded of it. Metrics that
+    /// cannot be parsed are unknown.
+    pub(super) async fn read(
+        storage: &dyn Storage,
+        folder: &Key,
+        step: u64,
+    ) -> Result<Self, StorageError> {
         let mut found = Self::default();
-        let (mut metrics, mut mark): (Option<ObjectMeta>, Option<ObjectMeta>) = (None, None);
-        let mut entries = storage.list_folder(Some(folder));
-        while let Some(entry) = entries.try_next().await? {
-            let FolderEntry::Object(meta) = entry else { continue };
+        let (mut metrics, mut mark, mut state) = (None, None, None);
+        let mut files = Vec::new();
+        let mut listed = storage.list(Some(folder));
+        while let Some(meta) = listed.try_next().await? {
+            let is_direct =
+                meta.key.as_str().get(folder.as_str().len() + 1..) == Some(meta.key.file_name());
             match meta.key.file_name() {
+                // Also in a run in this folder, which goes with it.
                 PIN => found.pinned = true,
-                DELETING => mark = Some(meta),
-                METRICS => metrics = Some(meta),
-                _ => {}
+                DELETING if is_direct => mark = Some(meta),
+                METRICS if is_direct => metrics = Some(meta),
+                name => {
+                    if is_direct && name == TRAINER_STATE {
+                        state = Some(meta.clone());
+                    }
+                    files.push(meta);
+                }
             }
+            if files.len() >= Listing::OBJECTS_MAX {
+                break;
+            }
+        }
+        drop(listed);
+        found.modified = files.iter().filter_map(|file| file.modified).max();
+        if !storage.capabilities().complete_listing {
+            found.identity = identity(folder, &mut files);
         }
         if let Some(meta) = mark {
             let mark = Mark::read(storage, &meta).await?;
-            let mut files = storage.list(Some(folder));
-            while let (false, Some(file)) = (found.saved_again, files.try_next().await?) {
-                found.saved_again = mark.is_older_than(&file);
-            }
+            found.saved_again = files.iter().any(|file| mark.is_older_than(file));
             found.deleting = Some(mark);
         }
-        if let Some(meta) = metrics.filter(|meta| meta.byte_len <= METRICS_BYTES_MAX) {
-            match storage.read_range(&meta.key, 0..meta.byte_len).await {
-                Ok(json) => {
-                    let parsed = serde_json::from_slice::<MetricsFile>(&json);
-                    found.metrics = parsed.map(|file| file.metrics).unwrap_or_default();
-                }
-                Err(error) if error.kind() == StorageErrorKind::NotFound => {}
-                Err(error) => return Err(error),
+        let state = read_at_most(storage, state, TRAINER_STATE_BYTES_MAX).await?;
+        if let Some(json) = state {
+            let state = TrainerState::parse(&json, Some(step));
+            found.metrics = state.metrics;
+            let is_best = |path: &String| names_folder(path, folder.file_name());
+            if let (true, Some(value)) =
+                (state.best_checkpoint.as_ref().is_some_and(is_best), state.best_metric)
+            {
+                found.metrics.insert("best_metric".to_owned(), value);
             }
+            found.best = state.best_checkpoint;
+        }
+        if let Some(json) = read_at_most(storage, metrics, METRICS_BYTES_MAX).await? {
+            found.metrics.extend(own_metrics(&json));
         }
         Ok(found)
+    }
+}
+
+/// Whether a folder of that name is on a path, which text of a file, or a link has.
+pub(super) fn names_folder(text: &str, name: &str) -> bool {
+    let is_part = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_' | '.' | '=');
+    text.split(|c: char| !is_part(c)).any(|part| part == name)
+}
+
+/// A digest of the files of a folder: two folders with the same one are the same place, seen under two
+/// names, or consist of hard links. `None` where the storage has no versions.
+fn identity(folder: &Key, files: &mut [ObjectMeta]) -> Option<u64> {
+    files.sort_by(|a, b| a.key.cmp(&b.key));
+    let mut text = Vec::new();
+    for file in &*files {
+        text.extend_from_slice(file.key.as_str().get(folder.as_str().len()..)?.as_bytes());
+        text.push(0);
+        text.extend_from_slice(file.version.as_ref()?.as_str().as_bytes());
+        text.push(0);
+    }
+    (!files.is_empty()).then(|| fnv1a_64(text))
+}
+
+/// The bytes of a file, unless it is longer than such a file is, or gone.
+pub(super) async fn read_at_most(
+    storage: &dyn Storage,
+    file: Option<ObjectMeta>,
+    max: u64,
+) -> Result<Option<Vec<u8>>, StorageError> {
+    let Some(file) = file.filter(|file| file.byte_len <= max) else { return Ok(None) };
+    match storage.read_range(&file.key, 0..file.byte_len).await {
+        Ok(bytes) => Ok(Some(bytes.to_vec())),
+        Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
     }
 }
 

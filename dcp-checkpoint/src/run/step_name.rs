@@ -68,10 +68,71 @@ impl StepNaming {
         })
     }
 
-    /// The same for a folder that OLMo-core renames when its save is complete: `step40-tmp`.
-    pub(super) fn parse_temporary(name: &str) -> Option<(Self, u64)> {
-        Self::parse(name.strip_suffix("-tmp")?)
+    /// The step in the name of a folder of any trainer, of a manager's naming or not; `None` where the
+    /// name is not that of a step. Besides those that [`parse`](Self::parse) reads: folders that a save
+    /// renames in the end (`step40-tmp`, `tmp-checkpoint-40`), `step40-unsharded` of OLMo, `ep1-ba40` of
+    /// Composer, `epoch=1-step=40.ckpt` of Lightning, `global_step_40` of veRL, and `epoch_3`, where the
+    /// number is that of the epoch.
+    ///
+    /// ```
+    /// use dcp_checkpoint::run::StepNaming;
+    ///
+    /// assert_eq!(StepNaming::step_of("epoch=1-step=40.ckpt"), Some(40));
+    /// assert_eq!(StepNaming::step_of("llama-3-8b"), None);
+    /// ```
+    #[must_use]
+    pub fn step_of(name: &str) -> Option<u64> {
+        let name = name.strip_prefix("tmp-").unwrap_or(name);
+        let name = SUFFIXES.iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name);
+        if let Some((_, step)) = Self::parse(name) {
+            return Some(step);
+        }
+        let words = OTHER_WORDS.iter().filter_map(|word| name.strip_prefix(word));
+        words.filter_map(number).next().or_else(|| composer(name)).or_else(|| lightning(name))
     }
+}
+
+/// Endings that trainers and tools add to the name of a step.
+const SUFFIXES: [&str; 5] = ["-unsharded-tmp", "-unsharded", "-tmp", "_tmp", ".tmp"];
+
+/// Words before a number that no manager writes.
+const OTHER_WORDS: [&str; 12] = [
+    "global_step_",
+    "global_step-",
+    "global-step-",
+    "checkpoint_",
+    "ckpt-",
+    "ckpt_",
+    "iter_",
+    "iter-",
+    "iteration-",
+    "epoch-",
+    "epoch_",
+    "epoch",
+];
+
+fn number(digits: &str) -> Option<u64> {
+    let plain = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+    digits.parse().ok().filter(|_| plain)
+}
+
+/// The batch in `ep1-ba40`, which Composer names folders after.
+fn composer(name: &str) -> Option<u64> {
+    let (epoch, batch) = name.strip_prefix("ep")?.split_once("-ba")?;
+    number(epoch)?;
+    number(batch)
+}
+
+/// The step in `epoch=1-step=40.ckpt` and `epoch=1-step=40-val_loss=0.25-v1.ckpt`, as Lightning names
+/// files and folders; the epoch where there is no step.
+fn lightning(name: &str) -> Option<u64> {
+    let name = name.strip_suffix(".ckpt").unwrap_or(name);
+    let of = |wanted: &str| {
+        let mut pairs = name.split('-').filter_map(|part| part.split_once('='));
+        pairs.find_map(|(key, value)| number(value).filter(|_| key == wanted))
+    };
+    let is_first = name.starts_with("epoch=") || name.starts_with("step=");
+    of("step").or_else(|| of("epoch")).filter(|_| is_first)
 }
 
 #[cfg(test)]
@@ -109,13 +170,62 @@ mod tests {
             "Step-4",
             "step-4-tmp",
             "iter_40",
-            "epoch=1-step=4.ckpt",
             "..",
             "step-99999999999999999999",
         ] {
             assert_eq!(StepNaming::parse(name), None, "{name}");
         }
-        assert_eq!(StepNaming::parse_temporary("step4-tmp"), Some((StepNaming::Plain, 4)));
-        assert_eq!(StepNaming::parse_temporary("tmp"), None);
+    }
+
+    #[test]
+    fn names_of_every_trainer_are_steps_and_others_are_not() {
+        for (name, step) in [
+            ("step-7", 7),
+            ("iter_0000040", 40),
+            ("step4-tmp", 4),
+            ("tmp-checkpoint-500", 500),
+            ("step1000-unsharded", 1000),
+            ("step1000-unsharded-tmp", 1000),
+            ("global_step_20", 20),
+            ("global_step20", 20),
+            ("ep0-ba100", 100),
+            ("epoch=3-step=500.ckpt", 500),
+            ("epoch=3-step=500", 500),
+            ("epoch=3-step=500-val_loss=0.25-v1.ckpt", 500),
+            ("epoch=3-val_loss=0.25.ckpt", 3),
+            ("step=9.ckpt", 9),
+            ("epoch_2", 2),
+            ("epoch-2", 2),
+            ("epoch2", 2),
+            ("checkpoint_30", 30),
+            ("iter_40", 40),
+            ("ckpt-8", 8),
+        ] {
+            assert_eq!(StepNaming::step_of(name), Some(step), "{name}");
+        }
+        for name in [
+            "llama-3-8b",
+            "model-7",
+            "tmp",
+            "-tmp",
+            "step-",
+            "step-4x",
+            "ep1",
+            "ep-ba4",
+            "ba4",
+            "epoch=",
+            "epoch=x-step=y.ckpt",
+            "last.ckpt",
+            "val_loss=3",
+            "release",
+            "..",
+            "latest",
+            "step-99999999999999999999",
+            "checkpoint",
+            "epoch_2_best",
+            "global_step_",
+        ] {
+            assert_eq!(StepNaming::step_of(name), None, "{name}");
+        }
     }
 }

@@ -37,12 +37,14 @@ pub(crate) struct Ls {
 
 pub(crate) fn ls(args: &Ls, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
-    let listing = session.run(false, async {
+    let (listing, order) = session.run(false, async {
         let listing = session.opener().list(&args.uri).await?;
+        let mut order = None;
         if !args.json {
             session.note_ambiguity(&args.uri).await?;
+            order = session.opener().run(&args.uri).order_note(&listing).await?;
         }
-        Ok(listing)
+        Ok((listing, order))
     })?;
     if args.json {
         return out.json(&listing);
@@ -50,6 +52,9 @@ pub(crate) fn ls(args: &Ls, session: &Session) -> Result<(), Failure> {
     out.write(&run::render(&args.uri, &listing, out))?;
     if let Some(problem) = &listing.tracker_problem {
         out.note(problem);
+    }
+    if let Some(order) = order {
+        out.note(&format!("{order}; `dcp prune` deletes with --by step or --by time"));
     }
     if listing.truncated {
         out.note("listing truncated; sizes and marks are partial");

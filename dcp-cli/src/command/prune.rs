@@ -3,13 +3,13 @@
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use dcp::checkpoint::run::{
     AnyOf, KeepBest, KeepEvery, KeepLast, KeepYoungerThan, Prune as Deletion, PrunePlan,
-    PruneReport,
+    PruneReport, StepOrder,
 };
 use dcp::checkpoint::text::count;
-use dcp::core::text::Message;
+use dcp::core::text::{Message, Quoted};
 use serde_json::json;
 
 use crate::failure::{Exit, Failure};
@@ -22,9 +22,13 @@ use crate::session::Session;
 /// Delete checkpoints of a run: keep the last, every so many steps, or the best.
 ///
 /// A checkpoint stays if one of the options keeps it. Whatever the options, these stay: the newest
-/// complete checkpoint, pinned ones, the one that the tracker of a Megatron-LM run names, those that
+/// complete checkpoint, pinned ones, those that the run names (the tracker of Megatron-LM and veRL,
+/// `latest` of DeepSpeed, the best checkpoint of a trainer), those that
 /// a saver holds, files, and folders that are not named after a step (step-40, step_40, step40,
-/// iter_0000040, checkpoint-40, global_step40).
+/// iter_0000040, checkpoint-40, global_step40, global_step_40, ep0-ba40, epoch=3-step=40.ckpt, epoch_4).
+///
+/// Complete is what its own format finds complete: before anything is deleted, each checkpoint is
+/// looked at. Where the highest step is not the newest, --by says which order counts.
 ///
 /// The files that make a checkpoint visible go first, so a deletion that is stopped leaves no half
 /// checkpoint that seems complete. The next prune finishes it.
@@ -38,16 +42,17 @@ Examples:
   dcp prune runs/llama --pin 40000                        keep this step in every later prune
   dcp prune runs/llama --incomplete --dry-run             what killed saves left
 
-  A trainer records metrics when it saves (`CheckpointManager`). Another program writes them into the
+  A trainer records metrics when it saves (`CheckpointManager`); those of transformers are read from
+  trainer_state.json. Another program writes them into the
   folder of a checkpoint, as .dcp-metrics.json: {\"metrics\": {\"eval_loss\": 2.31}}
 
 JSON:
   {\"dry_run\", \"steps\": [STEP, …], \"skipped\": [{\"name\", \"step\", \"problem\"}, …],
-   \"deleted\": [{\"name\", \"step\", \"files\", \"bytes\"}, …], \"files\", \"bytes\",
+   \"deleted\": [{\"name\", \"step\", \"files\", \"bytes\"}, …], \"files\", \"bytes\", \"others\": [NAME, …],
    \"leftovers\": [{\"path\", \"kind\", \"bytes\", \"modified\"}, …],
    \"not_deleted\": [{\"name\", \"step\", \"reason\", \"failed\"}, …]}
   STEP is {\"name\", \"step\", \"format\", \"complete\", \"problem\", \"files\", \"bytes\", \"modified\",
-           \"metrics\", \"pinned\", \"tracked\", \"deleting\", \"delete\", \"reason\"}; skipped are
+           \"metrics\", \"pinned\", \"tracked\", \"named_by\", \"deleting\", \"delete\", \"reason\"}; skipped are
            checkpoints newer than the newest valid one, with --verify. In a dry run deleted is empty,
            and files, bytes and leftovers are what would be removed. The kind of a leftover is
            temporary_file or open_upload; stores do not say the bytes of an open upload.")]
@@ -63,7 +68,7 @@ pub(crate) struct Prune {
     #[arg(long, value_name = "N", help_heading = "What is kept", value_parser = clap::value_parser!(u64).range(1..))]
     keep_every: Option<u64>,
 
-    /// Keep the K checkpoints with the highest value of a metric.
+    /// Keep the K checkpoints with the highest value of a metric, and those of which it is unknown.
     #[arg(long, value_name = "K", requires = "metric", help_heading = "What is kept")]
     keep_best: Option<usize>,
 
@@ -74,6 +79,11 @@ pub(crate) struct Prune {
     /// The lowest values of the metric are the best, as of a loss.
     #[arg(long, requires = "keep_best", help_heading = "What is kept")]
     lowest: bool,
+
+    /// Which checkpoint is newer: that of the higher step, or the one that was written later. Needed
+    /// where the two disagree, as in a run that was started again.
+    #[arg(long, value_enum, value_name = "ORDER", help_heading = "What is kept")]
+    by: Option<By>,
 
     /// Delete only checkpoints that were written longer ago than this, such as 30d, 12h or 90min.
     #[arg(long, value_name = "DURATION", value_parser = parse_duration, help_heading = "What is kept")]
@@ -117,6 +127,15 @@ pub(crate) struct Prune {
     json: bool,
 }
 
+/// The values of `--by`.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum By {
+    /// The number of the step.
+    Step,
+    /// The time of the last write.
+    Time,
+}
+
 impl Prune {
     /// What is kept, where an option says so.
     fn policy(&self) -> AnyOf {
@@ -144,6 +163,12 @@ impl Prune {
         let policy = self.policy();
         if !policy.is_empty() {
             deletion = deletion.policy(policy);
+        }
+        if let Some(by) = self.by {
+            deletion = deletion.by(match by {
+                By::Step => StepOrder::Step,
+                By::Time => StepOrder::Time,
+            });
         }
         if self.incomplete {
             deletion = deletion.incomplete(self.min_age);
@@ -189,7 +214,13 @@ pub(crate) fn prune(args: &Prune, session: &Session) -> Result<(), Failure> {
     } else if args.dry_run {
         out.write(&prune::plan(&args.run, &plan, out))?;
     }
+    note_others(&plan.others, out);
     let Some(report) = report else { return Ok(()) };
+    for one in &report.deleted {
+        if let Some(reason) = &one.folder_stays {
+            out.note(&format!("the folder of {} is still there: {reason}", one.name));
+        }
+    }
     let failed: Vec<_> = report.not_deleted.iter().filter(|one| one.failed).collect();
     for kept in report.not_deleted.iter().filter(|one| !one.failed) {
         out.note(&format!("{} stays: {}", kept.name, kept.reason));
@@ -202,6 +233,21 @@ pub(crate) fn prune(args: &Prune, session: &Session) -> Result<(), Failure> {
     Err(Failure::new(Exit::Io, format!("{what} could not be deleted"))
         .because(reasons)
         .hint("run the same command again: it finishes what was begun"))
+}
+
+/// Notes what is no checkpoint of a step.
+fn note_others(others: &[String], out: &Output) {
+    const SHOWN: usize = 4;
+    if others.is_empty() {
+        return;
+    }
+    let shown: Vec<_> = others.iter().take(SHOWN).map(|name| Quoted(name).to_string()).collect();
+    let more = if others.len() > SHOWN { ", …" } else { "" };
+    let what = match others.len() {
+        1 => "1 file or folder that is no checkpoint of a step stays".to_owned(),
+        many => format!("{many} files and folders that are no checkpoints of steps stay"),
+    };
+    out.note(&format!("{what}: {}{more}", shown.join(", ")));
 }
 
 fn pin(args: &Prune, session: &Session) -> Result<(), Failure> {
@@ -255,8 +301,9 @@ fn in_json(plan: &PrunePlan, report: Option<&PruneReport>) -> serde_json::Value 
         "dry_run": report.is_none(),
         "steps": plan.steps,
         "skipped": plan.skipped,
+        "others": plan.others,
         "deleted": done.deleted,
-        "not_deleted": done.not_deleted,
+        "not_deleted": report.map_or(&plan.not_deleted, |report| &report.not_deleted),
         "files": report.map_or_else(|| planned(|step| step.files), |report| report.files),
         "bytes": report.map_or_else(|| planned(|step| step.bytes), |report| report.bytes),
         "leftovers": report.map_or(&plan.leftovers, |report| &report.leftovers),

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 
@@ -157,4 +158,164 @@ fn what_dead_writers_left_is_listed_before_it_goes() {
     assert!(text.contains(&format!("removed temporary file  {left}  4 B")), "{text}");
     assert!(!path.exists());
     assert_eq!(listed(&with(&["--yes", "--json", "--min-age", "0s"]).json()), [""; 0]);
+}
+
+/// Sets the time of the last write of every file in a folder, in seconds since 1970.
+fn set_modified(folder: &Path, seconds: u64) {
+    let time = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
+    for entry in fs::read_dir(folder).unwrap() {
+        let file = fs::File::options().append(true).open(entry.unwrap().path()).unwrap();
+        file.set_modified(time).unwrap();
+    }
+}
+
+#[test]
+fn a_metric_that_is_unknown_keeps_and_one_that_nobody_has_is_refused() {
+    let (folder, uri) = run(&[10, 20, 30]);
+    let record = |step: u64, text: &str| {
+        fs::write(folder.path().join(format!("step-{step}/.dcp-metrics.json")), text).unwrap();
+    };
+    record(10, "{\"metrics\": {\"acc\": 0.99, \"loss\": NaN}}");
+    record(20, "{\"metrics\": {\"acc\": 0.5}}");
+    let before = names(&uri);
+    let typo = ["prune", &uri, "--keep-best", "2", "--metric", "acc_typo", "--yes"];
+    dcp(typo).fails(2, &["no checkpoint of the run has the metric \"acc_typo\"", "\"acc\""]);
+    dcp([&typo[..6], &["--dry-run"]].concat()).fails(2, &["acc_typo"]);
+    assert_eq!(names(&uri), before);
+    let loss = ["prune", &uri, "--keep-best", "1", "--metric", "loss", "--yes"];
+    dcp(loss).fails(2, &["no checkpoint of the run has the metric \"loss\""]);
+    let acc = ["prune", &uri, "--keep-best", "1", "--metric", "acc", "--yes", "--json"];
+    assert_eq!(deleted(&dcp(acc).json()), ["step-20"]);
+}
+
+#[test]
+fn a_run_that_was_started_again_is_not_pruned_without_an_order() {
+    let (folder, uri) = run(&[700, 100]);
+    set_modified(&folder.path().join("step-700"), 1_000_000_000);
+    let listed = dcp(["ls", &uri]);
+    let said = "the highest step is not the newest: \"step-700\" is older than \"step-100\"";
+    assert!(listed.stderr.contains(said), "{}", listed.stderr);
+    let before = names(&uri);
+    for last in ["--yes", "--dry-run"] {
+        dcp(["prune", &uri, "--keep-last", "1", last]).fails(2, &[said, "--by time", "--by step"]);
+    }
+    assert_eq!(names(&uri), before);
+    let by = |order: &str| {
+        dcp(["prune", &uri, "--keep-last", "1", "--by", order, "--dry-run", "--json"])
+    };
+    assert_eq!(deleted(&by("step").json()), ["step-100"]);
+    assert_eq!(deleted(&by("time").json()), ["step-700"]);
+    let done =
+        dcp(["prune", &uri, "--keep-last", "1", "--by", "time", "--verify", "--yes", "--json"]);
+    assert_eq!(deleted(&done.json()), ["step-700"]);
+    assert!(!dcp(["ls", &uri]).stderr.contains("newest"));
+}
+
+#[test]
+fn a_prune_that_would_leave_nothing_whole_deletes_nothing() {
+    let (folder, uri) = run(&[10, 20, 30]);
+    let index = |step: u64| folder.path().join(format!("step-{step}/.metadata"));
+    let zeros = vec![0; usize::try_from(fs::metadata(index(10)).unwrap().len()).unwrap()];
+    fs::write(index(20), &zeros).unwrap();
+    fs::write(index(30), fs::read(index(10)).unwrap()).unwrap();
+    let two = dcp(["prune", &uri, "--keep-last", "2", "--yes", "--json"]).json();
+    assert_eq!(deleted(&two), [""; 0], "step 20 is not whole: {two}");
+    fs::write(index(10), &zeros).unwrap();
+    fs::write(index(30), &zeros).unwrap();
+    let before = names(&uri);
+    for last in ["--yes", "--dry-run"] {
+        let failed = dcp(["prune", &uri, "--keep-last", "1", last]);
+        failed.fails(1, &["no checkpoint of the run is complete", "step-30: "]);
+    }
+    assert_eq!(names(&uri), before);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_step_that_has_a_second_name_stays() {
+    let (folder, uri) = run(&[20, 30]);
+    // The same files, as a mounted folder has them.
+    fs::create_dir(folder.path().join("step-10")).unwrap();
+    for entry in fs::read_dir(folder.path().join("step-30")).unwrap() {
+        let entry = entry.unwrap();
+        fs::hard_link(entry.path(), folder.path().join("step-10").join(entry.file_name())).unwrap();
+    }
+    let plan =
+        dcp(["prune", &uri, "--keep-last", "1", "--by", "step", "--dry-run", "--json"]).json();
+    assert_eq!(deleted(&plan), ["step-20"]);
+    let reason = "its files are those of \"step-30\", which stays";
+    assert_eq!(plan["steps"][0]["reason"], reason, "{plan}");
+}
+
+#[test]
+fn folders_of_every_trainer_are_steps_and_what_is_none_is_said() {
+    let (folder, uri) = run(&[]);
+    let steps = ["epoch=0-step=10.ckpt", "global_step_20", "ep0-ba30", "step40-unsharded"];
+    for name in steps {
+        dcp_testing::copy_folder(&fixtures().join(SOURCE), &folder.path().join(name));
+    }
+    let done = dcp(["prune", &uri, "--keep-last", "2", "--yes"]);
+    let said =
+        "2 files and folders that are no checkpoints of steps stay: \"llama-3-8b\", \"train.log\"";
+    assert!(done.stderr.contains(said), "{}", done.stderr);
+    assert!(done.ok().contains("2 checkpoints deleted"));
+    assert_eq!(names(&uri), ["ep0-ba30", "llama-3-8b", "step40-unsharded", "train.log"]);
+    let plan = dcp(["prune", &uri, "--keep-last", "2", "--dry-run", "--json"]).json();
+    assert_eq!(plan["others"], serde_json::json!(["llama-3-8b", "train.log"]));
+}
+
+#[test]
+fn a_dry_run_of_what_killed_saves_left_is_what_goes() {
+    // A data file is missing.
+    let (folder, uri) = run(&[10, 20]);
+    fs::remove_file(folder.path().join("step-10/__0_0.distcp")).unwrap();
+    let args = ["prune", &uri, "--incomplete", "--min-age", "0s", "--json"];
+    let planned = dcp([&args[..], &["--dry-run"]].concat()).json();
+    assert_eq!(deleted(&planned), ["step-10"]);
+    let done = dcp([&args[..], &["--yes"]].concat()).json();
+    assert_eq!(done["deleted"][0]["name"], "step-10", "{done}");
+    assert!(!folder.path().join("step-10").exists());
+
+    // An iteration beyond the tracker of Megatron-LM.
+    let megatron = fixtures().join("../megatron/run_torch_dist_dp2");
+    let run = tempfile::tempdir().unwrap();
+    dcp_testing::copy_folder(&megatron, run.path());
+    let beyond = run.path().join("iter_0000020");
+    dcp_testing::copy_folder(&run.path().join("iter_0000010"), &beyond);
+    let uri = run.path().display().to_string();
+    let args = ["prune", &uri, "--incomplete", "--min-age", "0s", "--json"];
+    let planned = dcp([&args[..], &["--dry-run"]].concat()).json();
+    assert_eq!(deleted(&planned), ["iter_0000020"]);
+    let done = dcp([&args[..], &["--yes"]].concat()).json();
+    assert_eq!(done["deleted"][0]["name"], "iter_0000020", "{done}");
+    assert!(!beyond.exists());
+}
+
+#[cfg(unix)]
+#[test]
+fn a_folder_that_cannot_go_is_said_and_what_is_gone_is_counted() {
+    let (folder, uri) = run(&[10, 20]);
+    let fifo = folder.path().join("step-10/pipe");
+    let made = std::process::Command::new("mkfifo").arg(&fifo).status();
+    if !made.is_ok_and(|made| made.success()) {
+        eprintln!("SKIPPED: no mkfifo");
+        return;
+    }
+    let done = dcp(["prune", &uri, "--keep-last", "1", "--yes"]);
+    let said = "the folder of step-10 is still there: it holds links, or what is no regular file";
+    assert!(done.stderr.contains(said), "{}", done.stderr);
+    assert!(done.ok().contains("1 checkpoint deleted"));
+    assert_eq!(fs::read_dir(folder.path().join("step-10")).unwrap().count(), 1);
+}
+
+#[test]
+fn a_file_and_a_missing_run_are_errors_as_of_ls() {
+    let (folder, uri) = run(&[1]);
+    let file = folder.path().join("train.log").display().to_string();
+    let nowhere = format!("{uri}/nowhere");
+    for (place, exit, said) in [(&file, 2, "is a file"), (&nowhere, 3, "there is nothing at")] {
+        dcp(["ls", place]).fails(exit, &[said]);
+        dcp(["prune", place, "--keep-last", "1", "--yes"]).fails(exit, &[said]);
+        dcp(["prune", place, "--pin", "1"]).fails(exit, &[said]);
+    }
 }

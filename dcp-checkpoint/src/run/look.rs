@@ -1,0 +1,209 @@
+//! Lists a run: its checkpoints, and what in its folder names them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::UNIX_EPOCH;
+
+use dcp_convert::list_run;
+use dcp_convert::open::RunEntry;
+use dcp_core::format::{Listing, Place};
+use dcp_core::storage::{FolderEntry, ObjectMeta};
+use dcp_core::{Key, Storage, StorageError};
+use futures_util::{StreamExt, TryStreamExt, stream};
+
+use super::order::StepOrder;
+use super::recorded::{TRAINER_STATE, TRAINER_STATE_BYTES_MAX, TrainerState};
+use super::sidecar::{Sidecars, names_folder, read_at_most};
+use super::{Run, RunStep, StepNaming};
+
+/// The longest file that names a checkpoint of the run, in bytes.
+const POINTER_BYTES_MAX: u64 = 4096;
+/// Files of the run that are read because they may name a checkpoint.
+const POINTERS_MAX: usize = 64;
+
+/// A run as it is now.
+#[derive(Debug, Default)]
+pub(super) struct Look {
+    /// The checkpoints, in ascending order of steps.
+    pub(super) steps: Vec<Seen>,
+    /// Names of files and folders that are no checkpoints of steps.
+    pub(super) others: Vec<String>,
+}
+
+/// A checkpoint of a run, and what it needs of others.
+#[derive(Debug)]
+pub(super) struct Seen {
+    pub(super) step: RunStep,
+    /// The path of the best checkpoint, as the trainer had noted it by then.
+    pub(super) best: Option<String>,
+    /// Identifies its files; see [`Sidecars::identity`].
+    pub(super) identity: Option<u64>,
+}
+
+impl Run {
+    /// The checkpoints, in ascending order of steps, and all else.
+    pub(super) async fn look(&self, storage: &Arc<dyn Storage>) -> Result<Look, StorageError> {
+        let listing = list_run(storage, &self.opener.formats).await?;
+        let (mut files, mut folders) = (Vec::new(), BTreeSet::new());
+        let mut root = storage.list_folder(None);
+        while let Some(entry) = root.try_next().await? {
+            match entry {
+                FolderEntry::Object(meta) => files.push(meta),
+                FolderEntry::Folder(key) => {
+                    folders.insert(key.file_name().to_owned());
+                }
+                _ => {}
+            }
+        }
+        let tracked = self.tracked(storage, files.clone()).await?;
+        let pointers = pointers(&**storage, &files).await?;
+        let entries: BTreeMap<_, _> = listing
+            .entries
+            .into_iter()
+            .filter(|entry| !entry.kind.is_file() && folders.contains(&entry.name))
+            .map(|entry| (entry.name.clone(), entry))
+            .collect();
+        let named = folders.iter().filter_map(|name| Some((name, StepNaming::step_of(name)?)));
+        let read = named.map(|(name, step)| {
+            let entry = entries.get(name);
+            let is_tracked = tracked.as_ref() == Some(name);
+            let named_by = pointers.iter().filter(|pointer| pointer.names(name, step));
+            let named_by: Vec<_> = named_by.map(Pointer::clause).collect();
+            async move {
+                let sidecars = Sidecars::read(&**storage, &Key::new(name)?, step).await?;
+                let seen = seen(name, step, entry, sidecars, is_tracked);
+                Ok::<_, StorageError>(seen.map(|mut seen| {
+                    seen.step.named_by = named_by;
+                    seen
+                }))
+            }
+        });
+        let parallelism = usize::from(storage.capabilities().parallelism.clamp(1, 16));
+        let read: Vec<_> = read.collect();
+        let found = stream::iter(read).buffer_unordered(parallelism).try_collect::<Vec<_>>();
+        let mut steps: Vec<_> = found.await?.into_iter().flatten().collect();
+        steps.sort_by(|a, b| {
+            let key = |one: &Seen| (one.step.step, one.step.modified, one.step.name.clone());
+            StepOrder::Step.compare(key(a), key(b))
+        });
+        let is_step = |name: &str| steps.iter().any(|one| one.step.name == name);
+        let is_pointer = |name: &str| pointers.iter().any(|pointer| pointer.file == name);
+        let files = files.iter().map(|file| file.key.file_name());
+        let others = folders.iter().map(String::as_str).filter(|name| !is_step(name));
+        let others = others.chain(files.filter(|name| !is_pointer(name)));
+        let others = others.map(ToOwned::to_owned).collect();
+        Ok(Look { steps, others })
+    }
+
+    /// The folder that the tracker of the run names.
+    async fn tracked(
+        &self,
+        storage: &Arc<dyn Storage>,
+        files: Vec<ObjectMeta>,
+    ) -> Result<Option<String>, StorageError> {
+        let place = Place::folder(storage, Listing::new(files));
+        for format in self.opener.formats.formats() {
+            if let Some(tracker) = format.tracker(&place).await? {
+                return Ok(tracker.folder.ok());
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// A file in the folder of a run that names a checkpoint: `latest` of DeepSpeed, the tracker of
+/// Megatron-LM or veRL, the state of a trainer with its best checkpoint.
+#[derive(Debug)]
+struct Pointer {
+    file: String,
+    text: String,
+}
+
+impl Pointer {
+    /// Whether it names the folder of this name, or its step alone.
+    fn names(&self, name: &str, step: u64) -> bool {
+        let text = self.text.trim();
+        let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        is_number && text.parse() == Ok(step) || names_folder(text, name)
+    }
+
+    fn clause(&self) -> String {
+        match &*self.file {
+            TRAINER_STATE => format!("{TRAINER_STATE} of the run names it as the best"),
+            file => format!("{file:?} names it"),
+        }
+    }
+}
+
+/// The files of a run that may name a checkpoint.
+async fn pointers(
+    storage: &dyn Storage,
+    files: &[ObjectMeta],
+) -> Result<Vec<Pointer>, StorageError> {
+    let mut found = Vec::new();
+    let is_pointer = |file: &&ObjectMeta| {
+        let name = file.key.file_name();
+        let is_named = ["latest", "last", "best"].iter().any(|word| name.starts_with(word));
+        is_named && file.byte_len <= POINTER_BYTES_MAX
+    };
+    for file in files.iter().filter(is_pointer).take(POINTERS_MAX) {
+        let text = read_at_most(storage, Some(file.clone()), POINTER_BYTES_MAX).await?;
+        if let Some(text) = text.as_deref().and_then(|text| std::str::from_utf8(text).ok()) {
+            found.push(Pointer { file: file.key.file_name().to_owned(), text: text.to_owned() });
+        }
+    }
+    let state = files.iter().find(|file| file.key.file_name() == TRAINER_STATE).cloned();
+    if let Some(json) = read_at_most(storage, state, TRAINER_STATE_BYTES_MAX).await? {
+        let text = TrainerState::parse(&json, None).best_checkpoint.unwrap_or_default();
+        found.push(Pointer { file: TRAINER_STATE.to_owned(), text });
+    }
+    Ok(found)
+}
+
+/// A folder with the name of a step; `None` where it is neither a checkpoint nor the rest of one.
+fn seen(
+    name: &str,
+    step: u64,
+    entry: Option<&RunEntry>,
+    sidecars: Sidecars,
+    tracked: bool,
+) -> Option<Seen> {
+    let Sidecars { pinned, deleting, saved_again, metrics, best, modified, identity } = sidecars;
+    let mut complete = match entry {
+        Some(entry) => entry.complete,
+        None => Some(false),
+    };
+    let deleting = deleting.is_some_and(|mark| {
+        let is_spared =
+            entry.is_some_and(|entry| complete != Some(false) && mark.spares(entry.kind.format()));
+        !(is_spared || saved_again && entry.is_some())
+    });
+    if entry.is_none() && !deleting {
+        return None;
+    }
+    if deleting {
+        complete = Some(false);
+    }
+    let problem = match deleting {
+        true => Some("its deletion did not end".to_owned()),
+        false => entry.and_then(|entry| entry.problem.clone()),
+    };
+    let modified = modified.and_then(|time| Some(time.duration_since(UNIX_EPOCH).ok()?.as_secs()));
+    let step = RunStep {
+        name: name.to_owned(),
+        step,
+        checkpoint: entry.and_then(|entry| entry.checkpoint.clone()),
+        format: entry.map_or("", |entry| entry.kind.format()),
+        complete,
+        problem,
+        files: entry.map_or(0, |entry| entry.files),
+        bytes: entry.map_or(0, |entry| entry.bytes),
+        modified,
+        metrics,
+        pinned,
+        tracked,
+        named_by: Vec::new(),
+        deleting,
+    };
+    Some(Seen { step, best, identity })
+}

@@ -1,0 +1,176 @@
+//! What a deletion makes sure of before it begins: each complete checkpoint is looked at by itself, and
+//! what a kept one needs stays.
+
+use std::sync::Arc;
+
+use dcp_core::error::error_chain;
+use dcp_core::format::{FormatRegistry, Listing, Place};
+use dcp_core::storage::ObjectMeta;
+use dcp_core::{Key, Storage, StorageError};
+use futures_util::{StreamExt, TryStreamExt, stream};
+
+use super::look::{Look, Seen};
+use super::order::{StepOrder, describe, disagreement};
+use super::prune::PrunePlan;
+use super::retention::{Decision, Retention};
+use super::sidecar::names_folder;
+use crate::error::{Error, ErrorKind, Reasons};
+use crate::index_files::is_whole;
+
+/// Checkpoints whose problems an error lists.
+const PROBLEMS_MAX: usize = 8;
+
+/// Examines every complete checkpoint by itself. A listing examines one for all that have files of the
+/// same names and lengths.
+pub(super) async fn examine(
+    storage: &Arc<dyn Storage>,
+    formats: &FormatRegistry,
+    steps: &mut [Seen],
+) -> Result<(), StorageError> {
+    let complete = steps.iter_mut().filter(|one| one.step.is_complete());
+    let examined = complete.map(|one| async move {
+        match problem(storage, formats, &one.step.name).await {
+            Ok(None) => {}
+            Ok(Some(problem)) => {
+                one.step.complete = Some(false);
+                one.step.problem = Some(problem);
+            }
+            Err(error) if error.is_retryable() => return Err(error),
+            Err(error) => {
+                one.step.complete = None;
+                one.step.problem = Some(error_chain(&error));
+            }
+        }
+        Ok(())
+    });
+    let parallelism = usize::from(storage.capabilities().parallelism.clamp(1, 16));
+    let examined: Vec<_> = examined.collect();
+    stream::iter(examined).buffer_unordered(parallelism).try_collect().await
+}
+
+async fn problem(
+    storage: &Arc<dyn Storage>,
+    formats: &FormatRegistry,
+    name: &str,
+) -> Result<Option<String>, StorageError> {
+    let files: Vec<_> =
+        storage.list(Some(&Key::new(name)?)).take(Listing::OBJECTS_MAX).try_collect().await?;
+    problem_of_files(storage, formats, name, &files).await
+}
+
+/// Why the checkpoint in the folder `name`, which has these files, is not whole, by the look of its own
+/// format; `None` where it is.
+pub(super) async fn problem_of_files(
+    storage: &Arc<dyn Storage>,
+    formats: &FormatRegistry,
+    name: &str,
+    files: &[ObjectMeta],
+) -> Result<Option<String>, StorageError> {
+    let place = Place::folder(storage, Listing::new(files.iter().cloned()));
+    let Some(found) = place.listing().root().folder(name).and_then(|one| formats.classify(&one))
+    else {
+        return Ok(Some("it is no checkpoint".to_owned()));
+    };
+    match is_whole(&found) {
+        true => Ok(found.format.examine(&place.below(name)?).await?.problem),
+        false => Ok(found.found.problem),
+    }
+}
+
+/// Fails where nothing must be deleted: a policy compares a metric that no checkpoint has, numbers and
+/// times disagree and the caller has not chosen, or no checkpoint is whole.
+pub(super) fn refuse(
+    look: &Look,
+    plan: &PrunePlan,
+    policy: Option<&dyn Retention>,
+    by: Option<StepOrder>,
+) -> Result<(), Error> {
+    let Some(policy) = policy else { return Ok(()) };
+    let complete = || look.steps.iter().map(|one| &one.step).filter(|step| step.is_complete());
+    let others = look.steps.iter().map(|one| &one.step).filter(|step| !step.deleting);
+    if complete().next().is_none() && others.clone().count() > 1 {
+        let problems = others.rev().take(PROBLEMS_MAX).map(|step| {
+            let problem = step.problem.as_deref().unwrap_or("it is not complete");
+            format!("{}: {problem}", step.name)
+        });
+        let message = "no checkpoint of the run is complete, so nothing is deleted";
+        let error = Error::new(ErrorKind::Damaged, message)
+            .with_hint("`dcp verify --deep` lists all that is wrong with a checkpoint");
+        return Err(match Reasons::new(problems.collect()) {
+            Some(reasons) => error.because(reasons),
+            None => error,
+        });
+    }
+    for metric in policy.metrics() {
+        let known = |name: &String| complete().any(|step| step.metrics.contains_key(name));
+        if complete().next().is_none() || known(&metric) {
+            continue;
+        }
+        let mut names: Vec<_> = complete().flat_map(|step| step.metrics.keys()).collect();
+        names.sort_unstable();
+        names.dedup();
+        let names: Vec<_> = names.iter().map(|name| format!("{name:?}")).collect();
+        let hint = match &*names {
+            [] => "no metrics are recorded in this run: see `dcp prune --help`".to_owned(),
+            names => format!("the checkpoints have {}", names.join(", ")),
+        };
+        let message = format!("no checkpoint of the run has the metric {metric:?}");
+        return Err(Error::new(ErrorKind::InvalidOption, message).with_hint(hint));
+    }
+    if !plan.deleted().any(|step| step.is_complete()) {
+        return Ok(());
+    }
+    match by {
+        Some(StepOrder::Step) => Ok(()),
+        Some(StepOrder::Time) => match complete().find(|step| step.modified.is_none()) {
+            Some(step) => {
+                let message = format!("nothing says when {:?} was written", step.name);
+                Err(Error::new(ErrorKind::InvalidOption, message).with_hint("use --by step"))
+            }
+            None => Ok(()),
+        },
+        None => match disagreement(complete()) {
+            Some(pair) => Err(Error::new(ErrorKind::Undecided, describe(pair)).with_hint(
+                "--by time keeps those that were written last, as after a start from scratch; --by \
+                 step keeps the highest steps, as where files were copied",
+            )),
+            None => Ok(()),
+        },
+    }
+}
+
+/// Keeps what kept checkpoints need: the best one that a trainer has noted, and files that are theirs,
+/// too.
+pub(super) fn keep_needed(look: &Look, plan: &mut PrunePlan) {
+    loop {
+        let is_kept: Vec<_> = plan.steps.iter().map(|one| !one.decision.delete).collect();
+        let kept =
+            || look.steps.iter().zip(&is_kept).filter(|(_, kept)| **kept).map(|(one, _)| one);
+        let mut changed = false;
+        for (one, planned) in look.steps.iter().zip(&mut plan.steps) {
+            if !planned.decision.delete {
+                continue;
+            }
+            let reason = kept().find_map(|other| need(other, one));
+            if let Some(reason) = reason {
+                planned.decision = Decision::keep(reason);
+                changed = true;
+            }
+        }
+        if !changed {
+            return;
+        }
+    }
+}
+
+/// Why `kept` needs `one`.
+fn need(kept: &Seen, one: &Seen) -> Option<String> {
+    let name = &kept.step.name;
+    if kept.best.as_ref().is_some_and(|best| names_folder(best, &one.step.name)) {
+        return Some(format!("{name:?} names it as the best"));
+    }
+    if one.identity.is_some() && kept.identity == one.identity {
+        return Some(format!("its files are those of {name:?}, which stays"));
+    }
+    None
+}

@@ -24,6 +24,8 @@ pub(crate) struct Found {
     /// Links to folders, where links are followed.
     pub(crate) linked_folders: Vec<String>,
     pub(crate) temps: Vec<FoundTemp>,
+    /// Lock files of claims.
+    pub(crate) locks: Vec<FoundTemp>,
 }
 
 /// A temporary file.
@@ -58,12 +60,14 @@ pub(crate) fn look_into(root: &Root, path: &str) -> io::Result<Option<(OwnedFd, 
             Err(error) => return Err(error.into()),
         };
         match FileType::from_raw_mode(stat.st_mode) {
-            FileType::RegularFile if is_temp(name) => {
+            FileType::RegularFile if is_reserved(name) => {
                 let byte_len = u64::try_from(stat.st_size).unwrap_or(0);
-                let modified = modified(&stat);
-                found.temps.push(FoundTemp { name: name.to_owned(), byte_len, modified });
+                let file = FoundTemp { name: name.to_owned(), byte_len, modified: modified(&stat) };
+                match is_temp(name) {
+                    true => found.temps.push(file),
+                    false => found.locks.push(file),
+                }
             }
-            FileType::RegularFile if is_reserved(name) => {}
             FileType::RegularFile => {
                 if let Ok(key) = Key::new(&below) {
                     let byte_len = u64::try_from(stat.st_size).unwrap_or(0);

@@ -1,4 +1,4 @@
-//! Finds and removes the temporary files of killed writers.
+//! Finds and removes the temporary files and lock files of killed writers.
 
 use std::io;
 use std::time::{Duration, SystemTime};
@@ -9,6 +9,7 @@ use rustix::io::Errno;
 
 use crate::folder;
 use crate::folder_listing::look_into;
+use crate::lock;
 use crate::owner::Owner;
 use crate::root::Root;
 
@@ -31,6 +32,7 @@ pub(crate) fn find(
     while let Some(path) = folders.pop() {
         let (some, below) = find_in(root, &path, is_dead, action, sync)?;
         all.extend(some);
+        all.extend(locks_in(root, &path, min_age, action, sync)?);
         folders.extend(below);
     }
     Ok(all)
@@ -43,6 +45,36 @@ pub(crate) fn clean_root(root: &Root, sync: bool) -> io::Result<()> {
         !owner.is_alive() && (owner.is_here() || age >= Some(DISTANT_AGE))
     };
     find_in(root, "", is_dead, LeftoverAction::Remove, sync).map(drop)
+}
+
+/// Lock files that no running process of this machine holds and that are older than `min_age`. One that
+/// is locked, by a process of any machine, is not removed.
+fn locks_in(
+    root: &Root,
+    path: &str,
+    min_age: Duration,
+    action: LeftoverAction,
+    sync: bool,
+) -> io::Result<Vec<Leftover>> {
+    let Some((fd, found)) = look_into(root, path)? else { return Ok(Vec::new()) };
+    let now = SystemTime::now();
+    let mut dead = Vec::new();
+    for file in found.locks {
+        let age = file.modified.map(|modified| now.duration_since(modified).unwrap_or_default());
+        if age < Some(min_age) || !lock::is_abandoned(&fd, &file.name) {
+            continue;
+        }
+        if action == LeftoverAction::Remove && !lock::remove_abandoned(&fd, &file.name)? {
+            continue;
+        }
+        let name = if path.is_empty() { file.name } else { format!("{path}/{}", file.name) };
+        let leftover = Leftover::new(LeftoverKind::TemporaryFile, name);
+        dead.push(leftover.with_byte_len(Some(file.byte_len)).with_modified(file.modified));
+    }
+    if action == LeftoverAction::Remove && !dead.is_empty() && sync {
+        folder::sync(&fd)?;
+    }
+    Ok(dead)
 }
 
 /// Returns the dead files, and the folders in this one.

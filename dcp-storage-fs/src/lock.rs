@@ -158,6 +158,31 @@ fn remove(folder: &OwnedFd, name: &str) -> io::Result<()> {
     }
 }
 
+/// Opens a lock file that is there.
+fn open_existing(folder: &OwnedFd, name: &str) -> io::Result<File> {
+    let guarded = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    Ok(openat(folder, name, OFlags::RDONLY | guarded, Mode::empty())?.into())
+}
+
+/// Whether the holder that a lock file names does not run on this machine.
+pub(crate) fn is_abandoned(folder: &OwnedFd, name: &str) -> bool {
+    let record = open_existing(folder, name).map(|mut file| read_record(&mut file));
+    record.is_ok_and(|record| record.owner.is_none_or(|owner| !owner.is_alive()))
+}
+
+/// Removes a lock file that nobody has locked, and returns whether it is gone.
+pub(crate) fn remove_abandoned(folder: &OwnedFd, name: &str) -> io::Result<bool> {
+    let file = match open_existing(folder, name) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        outcome => outcome?,
+    };
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) if is_at(folder, name, &file) => remove(folder, name).map(|()| true),
+        Ok(()) | Err(Errno::WOULDBLOCK | Errno::INTR) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// The holder that a lock file names.
 #[derive(Debug, Default)]
 struct Record {

@@ -40,7 +40,7 @@ pub(super) enum Outcome {
     Kept(String),
 }
 
-/// What a deletion has removed, also where it failed then.
+/// Files that a deletion has removed, also where it failed then.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Gone {
     pub(super) files: u64,

@@ -11,13 +11,14 @@ use dcp_core::storage::{FolderEntry, ObjectMeta};
 use dcp_core::{Key, Storage, StorageError};
 use futures_util::{StreamExt, TryStreamExt, stream};
 
+use super::links::{Links, links};
 use super::order::StepOrder;
 use super::recorded::{TRAINER_STATE, TRAINER_STATE_BYTES_MAX, TrainerState};
 use super::sidecar::{Sidecars, names_folder, read_at_most};
 use super::{Run, RunStep, StepNaming};
 
 /// The longest file that names a checkpoint of the run, in bytes.
-const POINTER_BYTES_MAX: u64 = 4096;
+pub(super) const POINTER_BYTES_MAX: u64 = 4096;
 /// Files of the run that are read because they may name a checkpoint.
 const POINTERS_MAX: usize = 64;
 
@@ -36,6 +37,8 @@ pub(super) struct Seen {
     pub(super) step: RunStep,
     /// The path of the best checkpoint, as the trainer had noted it by then.
     pub(super) best: Option<String>,
+    /// The folders of other steps that links in its folder lead into.
+    pub(super) linked: BTreeSet<String>,
     /// Identifies its files; see [`Sidecars::identity`].
     pub(super) identity: Option<u64>,
 }
@@ -56,7 +59,13 @@ impl Run {
             }
         }
         let tracked = self.tracked(storage, files.clone()).await?;
-        let pointers = pointers(&**storage, &files).await?;
+        let mut pointers = pointers(&**storage, &files).await?;
+        let mut links = match storage.capabilities().complete_listing {
+            true => Links::default(),
+            false => links(&self.url).await,
+        };
+        pointers.extend(links.run.drain(..).map(Pointer::link));
+        pointers.extend(links.texts.drain(..).map(|(name, text)| Pointer::file(&name, text)));
         let entries: BTreeMap<_, _> = listing
             .entries
             .into_iter()
@@ -69,11 +78,17 @@ impl Run {
             let is_tracked = tracked.as_ref() == Some(name);
             let named_by = pointers.iter().filter(|pointer| pointer.names(name, step));
             let named_by: Vec<_> = named_by.map(Pointer::clause).collect();
+            let linked = links.steps.get(name).cloned().unwrap_or_default();
+            let empty = links.empty.get(name).copied();
             async move {
-                let sidecars = Sidecars::read(&**storage, &Key::new(name)?, step).await?;
-                let seen = seen(name, step, entry, sidecars, is_tracked);
+                let mut sidecars = Sidecars::read(&**storage, &Key::new(name)?, step).await?;
+                if let Some(changed) = empty {
+                    sidecars.modified = changed;
+                }
+                let seen = seen(name, step, entry, sidecars, is_tracked, empty.is_some());
                 Ok::<_, StorageError>(seen.map(|mut seen| {
                     seen.step.named_by = named_by;
+                    seen.linked = linked;
                     seen
                 }))
             }
@@ -117,22 +132,38 @@ impl Run {
 struct Pointer {
     file: String,
     text: String,
+    is_link: bool,
 }
 
 impl Pointer {
+    fn file(name: &str, text: String) -> Self {
+        Self { file: name.to_owned(), text, is_link: false }
+    }
+
+    fn link((file, text): (String, String)) -> Self {
+        Self { file, text, is_link: true }
+    }
+
     /// Whether it names the folder of this name, or its step alone.
     fn names(&self, name: &str, step: u64) -> bool {
         let text = self.text.trim();
-        let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        let is_number =
+            !self.is_link && !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
         is_number && text.parse() == Ok(step) || names_folder(text, name)
     }
 
     fn clause(&self) -> String {
         match &*self.file {
             TRAINER_STATE => format!("{TRAINER_STATE} of the run names it as the best"),
+            link if self.is_link => format!("the link {link:?} leads to it"),
             file => format!("{file:?} names it"),
         }
     }
+}
+
+/// Whether a file of that name may name a checkpoint of the run.
+pub(super) fn is_pointer(name: &str) -> bool {
+    ["latest", "last", "best"].iter().any(|word| name.starts_with(word))
 }
 
 /// The files of a run that may name a checkpoint.
@@ -141,21 +172,18 @@ async fn pointers(
     files: &[ObjectMeta],
 ) -> Result<Vec<Pointer>, StorageError> {
     let mut found = Vec::new();
-    let is_pointer = |file: &&ObjectMeta| {
-        let name = file.key.file_name();
-        let is_named = ["latest", "last", "best"].iter().any(|word| name.starts_with(word));
-        is_named && file.byte_len <= POINTER_BYTES_MAX
-    };
-    for file in files.iter().filter(is_pointer).take(POINTERS_MAX) {
+    let is_small =
+        |file: &&ObjectMeta| is_pointer(file.key.file_name()) && file.byte_len <= POINTER_BYTES_MAX;
+    for file in files.iter().filter(is_small).take(POINTERS_MAX) {
         let text = read_at_most(storage, Some(file.clone()), POINTER_BYTES_MAX).await?;
         if let Some(text) = text.as_deref().and_then(|text| std::str::from_utf8(text).ok()) {
-            found.push(Pointer { file: file.key.file_name().to_owned(), text: text.to_owned() });
+            found.push(Pointer::file(file.key.file_name(), text.to_owned()));
         }
     }
     let state = files.iter().find(|file| file.key.file_name() == TRAINER_STATE).cloned();
     if let Some(json) = read_at_most(storage, state, TRAINER_STATE_BYTES_MAX).await? {
         let text = TrainerState::parse(&json, None).best_checkpoint.unwrap_or_default();
-        found.push(Pointer { file: TRAINER_STATE.to_owned(), text });
+        found.push(Pointer::file(TRAINER_STATE, text));
     }
     Ok(found)
 }
@@ -167,6 +195,7 @@ fn seen(
     entry: Option<&RunEntry>,
     sidecars: Sidecars,
     tracked: bool,
+    is_empty: bool,
 ) -> Option<Seen> {
     let Sidecars { pinned, deleting, saved_again, metrics, best, modified, identity } = sidecars;
     let mut complete = match entry {
@@ -178,7 +207,7 @@ fn seen(
             entry.is_some_and(|entry| complete != Some(false) && mark.spares(entry.kind.format()));
         !(is_spared || saved_again && entry.is_some())
     });
-    if entry.is_none() && !deleting {
+    if entry.is_none() && !deleting && !is_empty {
         return None;
     }
     if deleting {
@@ -186,6 +215,7 @@ fn seen(
     }
     let problem = match deleting {
         true => Some("its deletion did not end".to_owned()),
+        false if is_empty => Some("it has no files".to_owned()),
         false => entry.and_then(|entry| entry.problem.clone()),
     };
     let modified = modified.and_then(|time| Some(time.duration_since(UNIX_EPOCH).ok()?.as_secs()));
@@ -205,5 +235,5 @@ fn seen(
         named_by: Vec::new(),
         deleting,
     };
-    Some(Seen { step, best, identity })
+    Some(Seen { step, best, linked: BTreeSet::new(), identity })
 }

@@ -6,6 +6,7 @@
 //! both.
 
 mod delete;
+mod links;
 mod look;
 mod order;
 mod protect;
@@ -110,7 +111,7 @@ pub struct RunStep {
     pub pinned: bool,
     /// Whether the tracker file of the run names it.
     pub tracked: bool,
-    /// What else in the folder of the run names it or leads to it, each as a clause: a file `latest`, the
+    /// Other files and links of the run that name it or lead to it, each as a clause: a file `latest`, the
     /// link `best`, the best checkpoint of the trainer.
     pub named_by: Vec<String>,
     /// Whether its deletion has begun and did not end.

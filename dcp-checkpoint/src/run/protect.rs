@@ -1,5 +1,5 @@
-//! What a deletion makes sure of before it begins: each complete checkpoint is looked at by itself, and
-//! what a kept one needs stays.
+//! Checks before a deletion begins: each complete checkpoint is looked at by itself, and what a kept one
+//! needs stays.
 
 use std::sync::Arc;
 
@@ -87,7 +87,11 @@ pub(super) fn refuse(
 ) -> Result<(), Error> {
     let Some(policy) = policy else { return Ok(()) };
     let complete = || look.steps.iter().map(|one| &one.step).filter(|step| step.is_complete());
-    let others = look.steps.iter().map(|one| &one.step).filter(|step| !step.deleting);
+    let others = look
+        .steps
+        .iter()
+        .map(|one| &one.step)
+        .filter(|step| !step.deleting && !step.format.is_empty());
     if complete().next().is_none() && others.clone().count() > 1 {
         let problems = others.rev().take(PROBLEMS_MAX).map(|step| {
             let problem = step.problem.as_deref().unwrap_or("it is not complete");
@@ -168,6 +172,9 @@ fn need(kept: &Seen, one: &Seen) -> Option<String> {
     let name = &kept.step.name;
     if kept.best.as_ref().is_some_and(|best| names_folder(best, &one.step.name)) {
         return Some(format!("{name:?} names it as the best"));
+    }
+    if kept.linked.contains(&one.step.name) {
+        return Some(format!("links in {name:?} lead into it"));
     }
     if one.identity.is_some() && kept.identity == one.identity {
         return Some(format!("its files are those of {name:?}, which stays"));

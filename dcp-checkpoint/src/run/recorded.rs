@@ -1,4 +1,4 @@
-//! What trainers record of a checkpoint beside it: metrics, and which checkpoint is the best.
+//! Records of trainers beside a checkpoint: metrics, and which checkpoint is the best.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -56,7 +56,7 @@ pub(super) fn own_metrics(bytes: &[u8]) -> BTreeMap<String, f64> {
     serde_json::from_slice::<File>(&as_json(bytes)).map(|file| file.metrics.0).unwrap_or_default()
 }
 
-/// What `trainer_state.json` of transformers says.
+/// The facts of `trainer_state.json` of transformers that decide what is kept.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct TrainerState {
     /// The metrics that were logged at the step of the checkpoint.

@@ -25,7 +25,7 @@ pub struct StepFacts {
     pub complete: bool,
     /// Whether the tracker file of the run names it.
     pub tracked: bool,
-    /// What else of the run names it or leads to it, each as a clause.
+    /// Other files and links of the run that name it or lead to it, each as a clause.
     pub named_by: Vec<String>,
 }
 

@@ -5,9 +5,10 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use dcp_checkpoint::Opener;
-use dcp_checkpoint::run::{KeepLast, Run};
+use dcp_checkpoint::run::{KeepLast, Run, StepOrder};
 use dcp_core::Storage;
 use dcp_core::registry::StorageRegistry;
 use dcp_storage_fs::FsStorage;
@@ -71,4 +72,74 @@ async fn a_checkpoint_that_a_saver_holds_stays() {
     let report = run.prune().policy(KeepLast(1)).run().await.unwrap();
     assert_eq!(report.deleted.len(), 1);
     assert!(!place.path().join("step-1").exists());
+}
+
+#[cfg(unix)]
+#[tokio::test]
+async fn what_links_of_the_run_and_of_kept_checkpoints_lead_to_stays() {
+    let place = tempfile::tempdir().unwrap();
+    let (root, from) = (place.path().join("run"), fixture("pytorch/t21_plain"));
+    for step in [5, 10, 20, 30, 40] {
+        dcp_testing::copy_folder(&from, &root.join(format!("step-{step}")));
+    }
+    symlink("step-10", root.join("best")).unwrap();
+    symlink(root.join("step-20"), root.join("last")).unwrap();
+    // The newest has a file of an older one.
+    fs::remove_file(root.join("step-40/__0_0.distcp")).unwrap();
+    symlink("../step-30/__0_0.distcp", root.join("step-40/__0_0.distcp")).unwrap();
+    let run = on_disk(&root);
+    let prune = || run.prune().policy(KeepLast(1)).by(StepOrder::Step);
+    let plan = prune().plan().await.unwrap();
+    let reasons: Vec<_> = plan.steps.iter().map(|one| &*one.decision.reason).collect();
+    assert_eq!(
+        reasons[1..],
+        [
+            "the link \"best\" leads to it",
+            "the link \"last\" leads to it",
+            "links in \"step-40\" lead into it",
+            "the newest complete one",
+        ]
+    );
+    let report = prune().run().await.unwrap();
+    let deleted: Vec<_> = report.deleted.iter().map(|one| one.step).collect();
+    assert_eq!(deleted, [5], "{report:?}");
+    // A tracker that is a link out of the run.
+    fs::write(place.path().join("tracker"), "step-10").unwrap();
+    fs::remove_file(root.join("best")).unwrap();
+    symlink("../tracker", root.join("latest")).unwrap();
+    let plan = prune().plan().await.unwrap();
+    assert_eq!(plan.steps[0].decision.reason, "\"latest\" names it");
+    assert_eq!(plan.deleted().count(), 0);
+}
+
+#[tokio::test]
+async fn empty_folders_and_locks_of_dead_savers_are_shown_and_removed() {
+    let place = tempfile::tempdir().unwrap();
+    dcp_testing::copy_folder(&fixture("pytorch/t21_plain"), &place.path().join("step-1"));
+    let failed = place.path().join("step-2");
+    fs::create_dir_all(failed.join("model")).unwrap();
+    fs::write(failed.join(".dcp-lock.metadata"), "").unwrap();
+    let run = on_disk(place.path());
+    let day = Duration::from_secs(86_400);
+    let plan = run.prune().incomplete(day).plan().await.unwrap();
+    assert!(plan.steps[1].decision.reason.contains("younger than 1 d"), "{plan:?}");
+    assert_eq!(plan.steps[1].step.problem.as_deref(), Some("it has no files"));
+    let prune = || run.prune().incomplete(Duration::ZERO);
+    let plan = prune().plan().await.unwrap();
+    let deleted: Vec<_> = plan.deleted().map(|one| &*one.name).collect();
+    assert_eq!(deleted, ["step-2"], "{plan:?}");
+    let left: Vec<_> = plan.leftovers.iter().map(|one| &*one.path).collect();
+    assert_eq!(left, ["step-2/.dcp-lock.metadata"]);
+    assert!(failed.exists(), "a plan deletes nothing");
+    // A lock that is held stays, and so does its folder.
+    let storage = FsStorage::open(place.path()).unwrap();
+    let held = storage.claim(&key("step-2/.metadata")).await.unwrap();
+    let report = prune().run().await.unwrap();
+    assert!(failed.exists() && report.leftovers.is_empty(), "{report:?}");
+    drop(held);
+    fs::create_dir_all(&failed).unwrap();
+    fs::write(failed.join(".dcp-lock.metadata"), "").unwrap();
+    let report = prune().run().await.unwrap();
+    assert_eq!((report.deleted.len(), report.leftovers.len()), (1, 1), "{report:?}");
+    assert!(!failed.exists());
 }

@@ -149,6 +149,13 @@ impl CheckpointFormat for MegatronCoreFormat {
     async fn tracker(&self, run: &Place) -> Result<Option<RunTracker>, StorageError> {
         let folder = run.listing().root();
         let Some(tracker) = folder.file(TRACKER) else { return Ok(None) };
+        // The runs of veRL and ByteCheckpoint have a tracker of the same name.
+        let is_other = |name: &str| name.starts_with("global_step_");
+        if folder.folders().any(|below| is_other(below.name()))
+            && !folder.folders().any(|below| Tracked::of_folder(below.name()).is_some())
+        {
+            return Ok(None);
+        }
         let len = tracker.byte_len.min(TRACKER_BYTES + 1);
         let text = run.storage().read_range(&tracker.key, 0..len).await?;
         let Some(tracked) = (len <= TRACKER_BYTES).then(|| Tracked::parse(&text).ok()).flatten()

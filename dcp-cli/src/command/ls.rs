@@ -42,7 +42,9 @@ pub(crate) fn ls(args: &Ls, session: &Session) -> Result<(), Failure> {
         let mut order = None;
         if !args.json {
             session.note_ambiguity(&args.uri).await?;
-            order = session.opener().run(&args.uri).order_note(&listing).await?;
+            // What cannot be read of a checkpoint does not keep the others from being listed.
+            let note = session.opener().run(&args.uri).order_note(&listing).await;
+            order = note.unwrap_or_default();
         }
         Ok((listing, order))
     })?;

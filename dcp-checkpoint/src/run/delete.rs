@@ -10,7 +10,7 @@ use dcp_core::storage::{Claim, FolderEntry, ObjectMeta, StorageExt as _};
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
-use super::protect::problem_of_files;
+use super::protect::examine_files;
 use super::retention::duration_text;
 use super::sidecar::{DELETING, Mark, PIN, mark_deleting};
 use crate::index_files::{classify, is_whole, removal_order, split_indices};
@@ -180,10 +180,11 @@ impl Deletion<'_> {
             return Ok(Some("it is pinned".to_owned()));
         }
         let mut whole = self.formats.classify(&folder).filter(is_whole);
-        if whole.is_some()
-            && problem_of_files(self.storage, self.formats, name, files).await?.is_some()
-        {
-            whole = None;
+        if whole.is_some() {
+            let found = examine_files(self.storage, self.formats, name, files).await?;
+            if found.problem.is_some() || found.unsupported.is_some() {
+                whole = None;
+            }
         }
         Ok(match (why, whole) {
             (Doomed::Complete, None) => Some("it is no longer complete".to_owned()),

@@ -3,8 +3,9 @@
 
 use std::sync::Arc;
 
+use dcp_convert::open::examine_checkpoint;
 use dcp_core::error::error_chain;
-use dcp_core::format::{FormatRegistry, Listing, Place};
+use dcp_core::format::{Examined, FormatRegistry, Listing, Place};
 use dcp_core::storage::ObjectMeta;
 use dcp_core::{Key, Storage, StorageError};
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -29,11 +30,15 @@ pub(super) async fn examine(
 ) -> Result<(), StorageError> {
     let complete = steps.iter_mut().filter(|one| one.step.is_complete());
     let examined = complete.map(|one| async move {
-        match problem(storage, formats, &one.step.name).await {
-            Ok(None) => {}
-            Ok(Some(problem)) => {
-                one.step.complete = Some(false);
-                one.step.problem = Some(problem);
+        match look_at(storage, formats, &one.step.name).await {
+            Ok(found) => {
+                if let Some(description) = found.unsupported {
+                    one.step.complete = None;
+                    one.step.problem = Some(format!("it {description}"));
+                } else if found.problem.is_some() {
+                    one.step.complete = Some(false);
+                    one.step.problem = found.problem;
+                }
             }
             Err(error) if error.is_retryable() => return Err(error),
             Err(error) => {
@@ -48,32 +53,31 @@ pub(super) async fn examine(
     stream::iter(examined).buffer_unordered(parallelism).try_collect().await
 }
 
-async fn problem(
+async fn look_at(
     storage: &Arc<dyn Storage>,
     formats: &FormatRegistry,
     name: &str,
-) -> Result<Option<String>, StorageError> {
-    let files: Vec<_> =
-        storage.list(Some(&Key::new(name)?)).take(Listing::OBJECTS_MAX).try_collect().await?;
-    problem_of_files(storage, formats, name, &files).await
+) -> Result<Examined, StorageError> {
+    let listed = storage.list(Some(&Key::new(name)?));
+    let files: Vec<_> = listed.take(Listing::OBJECTS_MAX).try_collect().await?;
+    examine_files(storage, formats, name, &files).await
 }
 
-/// Why the checkpoint in the folder `name`, which has these files, is not whole, by the look of its own
-/// format; `None` where it is.
-pub(super) async fn problem_of_files(
+/// Examines the checkpoint in the folder `name`, which has these files, as the only one of its run.
+pub(super) async fn examine_files(
     storage: &Arc<dyn Storage>,
     formats: &FormatRegistry,
     name: &str,
     files: &[ObjectMeta],
-) -> Result<Option<String>, StorageError> {
+) -> Result<Examined, StorageError> {
     let place = Place::folder(storage, Listing::new(files.iter().cloned()));
     let Some(found) = place.listing().root().folder(name).and_then(|one| formats.classify(&one))
     else {
-        return Ok(Some("it is no checkpoint".to_owned()));
+        return Ok(Examined::new(Some("it is no checkpoint".to_owned())));
     };
     match is_whole(&found) {
-        true => Ok(found.format.examine(&place.below(name)?).await?.problem),
-        false => Ok(found.found.problem),
+        true => examine_checkpoint(&*found.format, &place.below(name)?, false).await,
+        false => Ok(Examined::new(found.found.problem)),
     }
 }
 

@@ -291,3 +291,17 @@ async fn a_plan_is_what_is_deleted_and_the_newest_whole_checkpoint_never_is() {
     assert!(deletions > 100, "{deletions}");
     assert_eq!(refusals.len(), 3, "{refusals:?}");
 }
+
+#[tokio::test]
+async fn a_newest_checkpoint_that_is_cut_short_keeps_the_whole_one_before_it() {
+    let memory = Framework::HuggingFace.run([1, 2, 3]);
+    let storage: Arc<dyn Storage> = memory;
+    let is_data =
+        |name: &String| name.starts_with("checkpoint-3/") && name.ends_with(".safetensors");
+    let data = names(&*storage).into_iter().find(is_data).unwrap();
+    let bytes = get(&*storage, &data);
+    put(&*storage, &data, bytes[..bytes.len() / 2].to_vec());
+    let plan = run_in(&storage).prune().policy(KeepLast(1)).plan().await.unwrap();
+    assert_eq!(numbers(plan.deleted()), [1], "{plan:?}");
+    assert_eq!((reason(&plan, 2), reason(&plan, 3)), ("the newest complete one", "not complete"));
+}

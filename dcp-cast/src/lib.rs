@@ -11,6 +11,7 @@
 //! the processor.) `float8_e8m0fnu` has neither sign nor zero and keeps the exponent only.
 
 mod block;
+mod exact;
 mod float;
 mod integer;
 mod report;
@@ -18,6 +19,7 @@ mod small_float;
 
 use dcp_core::DType;
 
+pub use exact::{ExactTensors, is_exact};
 pub use float::holds;
 pub use report::{CastCounts, CastReport, TensorCast};
 pub use small_float::{
@@ -235,15 +237,4 @@ pub fn is_averaged(dtype: DType) -> bool {
         Kind::Complex(_) => true,
         _ => false,
     }
-}
-
-/// Whether a tensor of that name keeps its dtype when weights are cast: scales of block-scaled
-/// weights, optimizer step counts, and the expert biases of a router, which transformers and
-/// Megatron-Core keep in float32.
-#[must_use]
-pub fn is_exact(fqn: &str) -> bool {
-    let name = fqn.rsplit('.').next().unwrap_or(fqn);
-    fqn.ends_with("_scale_inv")
-        || ["step", "e_score_correction_bias"].contains(&name)
-        || fqn.ends_with("router.expert_bias")
 }

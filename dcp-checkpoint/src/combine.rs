@@ -209,14 +209,26 @@ impl Average<'_> {
         if let Some(job) = &job.of_coordinator() {
             refuse_corrupt(allow, &refs, |fqn| taken.contains(fqn), job).await?;
         }
-        let rule = self.destination.cast_rule();
+        let rule = match sources.first() {
+            Some(source) => self.destination.cast_rule(&*source.metadata().await?),
+            None => None,
+        };
         let casts = rule.is_some();
         let options = match rule {
             Some(rule) => self.options.dtypes(rule),
             None => self.options,
         };
         let averaged = Averaged::apply(&sources, &options, job).await;
-        let (source, view) = averaged.map_err(|error| match error {
+        let (source, view) = averaged
+            .and_then(|(source, view)| match view.counts() {
+                (0, taken) => {
+                    let problem = format!("computes nothing: none of {taken} keys has an average");
+                    Err(ConvertError::InvalidOption { option: "the average".to_owned(), problem })
+                }
+                _ => Ok((source, view)),
+            })
+            .map_err(|error| {
+                match error {
             ConvertError::Disagreement { structure: true, .. } => Error::from(error).with_hint(
                 "--include, --exclude and --rename choose keys that all checkpoints have in one \
                  shape; `dcp diff A B --keys-only` lists the others",
@@ -226,7 +238,8 @@ impl Average<'_> {
                  takes what has no average from the first checkpoint",
             ),
             error => error.into(),
-        })?;
+        }
+            })?;
         let mut report = self.destination.write(&source, first, how, job).await?;
         report.not_taken = not_taken;
         report.unmatched.splice(..0, unmatched);

@@ -1,7 +1,8 @@
 //! Writing a checkpoint in another format.
 
+use dcp_convert::keys::StatePart;
 use dcp_convert::view::{DequantizeOptions, Dequantized};
-use dcp_convert::{ConversionReport, JobOptions, Source};
+use dcp_convert::{ConversionReport, JobOptions, Selection, Source};
 use dcp_mapping::MappingReport;
 use dcp_olmo::{OptimizerLayout, source_with_layout};
 use serde::Serialize;
@@ -123,6 +124,18 @@ impl Conversion<'_> {
         Ok(computes || renames)
     }
 
+    /// Refuses options of an optimizer that is not written.
+    fn refuse_optimizer_options(&self, selection: &Selection) -> Result<(), Error> {
+        let layout = self.optimizer_layout.map(|_| "--optimizer-layout");
+        let Some(option) = self.optimizer.given().or(layout) else { return Ok(()) };
+        if selection.part == StatePart::Everything {
+            return Ok(());
+        }
+        let message = format!("{option} is for the optimizer, which is not written");
+        let hint = "leave it out, or pass --everything";
+        Err(Error::new(ErrorKind::InvalidOption, message).with_hint(hint))
+    }
+
     /// Converts the checkpoint. The target appears when it is complete.
     ///
     /// # Errors
@@ -131,6 +144,7 @@ impl Conversion<'_> {
     pub async fn run(self) -> Result<Written, Error> {
         let format = self.destination.format()?;
         let selection = self.keys.selection(format.usual_part());
+        self.refuse_optimizer_options(&selection)?;
         let mut notes = self.checkpoint.opener.notes();
         let checkpoint = match self.reads_names_of_others(format).await? {
             true => Whole::of(self.checkpoint).await?,
@@ -153,18 +167,25 @@ impl Conversion<'_> {
         let towards = Towards { format, tp: layout.tp, config, dtype };
         let named = self.mapping.apply(source, &checkpoint, towards, job, &mut notes).await?;
         let source = named.source;
+        destination.refuse_idle_sizes(format, &checkpoint, &named.report, &source).await?;
         let common = match format {
             Format::TorchDist => common_state(&source, &selection).await?,
             _ => None,
         };
         let mut files: Vec<_> = named.config.into_iter().collect();
         if format == Format::HuggingFace && config.is_none() {
-            let copied = model_files::files_of(&checkpoint).await?;
-            if !copied.is_empty() {
-                let names: Vec<_> = copied.iter().map(|(key, _)| key.as_str()).collect();
+            let beside = model_files::files_of(&checkpoint).await?;
+            if !beside.files.is_empty() {
+                let names: Vec<_> = beside.files.iter().map(|(key, _)| key.as_str()).collect();
                 notes.say(format!("copying {} from {:?}", names.join(", "), checkpoint.place));
             }
-            model_files::complete(&mut files, copied);
+            if !beside.left.is_empty() {
+                notes.say(format!(
+                    "not copying {}, which have weights or the state of a trainer",
+                    beside.left.join(", ")
+                ));
+            }
+            model_files::complete(&mut files, beside.files);
         }
         let how = SourceFacts { files, layout: Some(layout), common };
         let unmatched = unmatched_in(&selection, [&source]).await?;
@@ -195,6 +216,12 @@ pub(crate) async fn with_layout(
 ) -> Result<Source, Error> {
     match layout {
         None => Ok(source),
-        Some(layout) => Ok(source_with_layout(&source, layout, job).await?),
+        Some(layout) if OptimizerLayout::of(&*source.metadata().await?).is_some() => {
+            Ok(source_with_layout(&source, layout, job).await?)
+        }
+        Some(_) => {
+            let message = "--optimizer-layout finds no optimizer that is divided by parameter";
+            Err(Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out"))
+        }
     }
 }

@@ -3,19 +3,22 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use dcp_convert::cast::{CastOptions, is_exact};
+use dcp_convert::cast::{CastOptions, exact_tensors, is_exact};
 use dcp_convert::keys::unmatched_patterns;
 use dcp_convert::{ConversionReport, JobOptions, Source, view};
 use dcp_core::format::{CheckpointTarget, Compression, WriterOptions};
 use dcp_core::text::without_secrets;
-use dcp_core::{DType, Value};
+use dcp_core::{CheckpointMetadata, DType, Value};
+use dcp_formats::hf::CONFIG_NAME;
 use dcp_formats::torch_save::{TorchSaveForm, TorchSaveOptions};
+use dcp_mapping::MappingReport;
 use dcp_megatron::partition::ParallelLayout;
 use dcp_planner::KeyFilter;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind};
 use crate::format::Format;
+use crate::mapping::has_megatron_names;
 use crate::megatron_target::MegatronTarget;
 use crate::model_files::{self, Files};
 use crate::new_folders::NewFolders;
@@ -142,12 +145,19 @@ impl Destination {
         self
     }
 
-    /// Copies configuration and tokenizer from this directory; by default those of a Hugging Face
-    /// source. For [`Format::HuggingFace`], and for [`Format::TorchDist`] with a mapping, which
-    /// reads the model from it.
+    /// Copies configuration and tokenizer from this directory, or the one with this `config.json`; by
+    /// default those of a Hugging Face source. For [`Format::HuggingFace`], and for
+    /// [`Format::TorchDist`] with a mapping, which reads the model from it.
     #[must_use]
     pub fn config(mut self, directory: impl Into<PathBuf>) -> Self {
-        self.config = Some(directory.into());
+        let directory = directory.into();
+        let is_file = directory.file_name().is_some_and(|name| name == CONFIG_NAME);
+        let folder = directory.parent().filter(|_| is_file && directory.is_file());
+        self.config = Some(match folder {
+            Some(folder) if folder.as_os_str().is_empty() => PathBuf::from("."),
+            Some(folder) => folder.to_owned(),
+            None => directory,
+        });
         self
     }
 
@@ -253,12 +263,15 @@ impl Destination {
         self.dtype
     }
 
-    /// Which dtype a tensor gets, by its name and the dtype it has, where floats are cast.
+    /// Which dtype a tensor of `metadata` gets, by its name and the dtype it has, where floats are cast.
     pub(crate) fn cast_rule(
         &self,
+        metadata: &CheckpointMetadata,
     ) -> Option<impl Fn(&str, DType) -> Option<DType> + Send + Sync + use<>> {
         let (dtype, kept) = (self.dtype?, KeyFilter::any_of(&self.keep_dtype));
-        Some(move |fqn: &str, from| cast_to(dtype, fqn, from).filter(|_| !kept.selects(fqn, None)))
+        let exact = exact_tensors(metadata);
+        let stays = move |fqn: &str| kept.selects(fqn, None) || exact.contains(fqn);
+        Some(move |fqn: &str, from| cast_to(dtype, fqn, from).filter(|_| !stays(fqn)))
     }
 
     fn target_options(&self, job: &JobOptions) -> TargetOptions {
@@ -266,6 +279,27 @@ impl Destination {
             .with_overwrite(self.overwrite)
             .with_dry_run(job.dry_run)
             .with_rollback(&self.rollback)
+    }
+
+    /// Refuses numbers of ranks for tensors that Megatron-Core does not divide among ranks, because
+    /// their names are none of its own.
+    pub(crate) async fn refuse_idle_sizes(
+        &self,
+        format: Format,
+        checkpoint: &Checkpoint,
+        mapping: &Option<MappingReport>,
+        source: &Source,
+    ) -> Result<(), Error> {
+        let Some(option) = self.megatron.size_given() else { return Ok(()) };
+        let is_named = checkpoint.megatron.is_some() || mapping.is_some();
+        if format != Format::TorchDist || is_named || has_megatron_names(source).await? {
+            return Ok(());
+        }
+        let message =
+            format!("{option} divides tensors of Megatron-Core, and none has a name of those");
+        let hint =
+            "leave it out, or give a Hugging Face model the names of Megatron-Core with --arch";
+        Err(Error::new(ErrorKind::InvalidOption, message).with_hint(hint))
     }
 
     /// Refuses a target that would touch a source.
@@ -317,6 +351,12 @@ impl Destination {
                     None => Vec::new(),
                 };
                 model_files::complete(&mut files, how.files);
+                if self.config.is_some() {
+                    model_files::refuse_other_names(&files, &*source.metadata().await?)?;
+                }
+                if let Some(dtype) = self.dtype {
+                    model_files::say_dtype(&mut files, dtype)?;
+                }
                 let folder = place.model().await?;
                 shared.agree(&self.uri, &folder).await?;
                 let folder = (&folder, &*self.uri);
@@ -366,7 +406,9 @@ impl Destination {
         let tensors = metadata.iter().filter(|(_, entry)| entry.as_tensor().is_some());
         let tensors: Vec<_> = tensors.map(|(fqn, _)| (&**fqn, None)).collect();
         let unmatched = unmatched_patterns("keep-dtype", &self.keep_dtype, &tensors);
-        let Some(rule) = self.cast_rule() else { return Ok((source.clone(), None, unmatched)) };
+        let Some(rule) = self.cast_rule(&metadata) else {
+            return Ok((source.clone(), None, unmatched));
+        };
         let (source, cast) = view::Cast::apply(source, rule, CastOptions::default(), job).await?;
         Ok((source, Some(cast), unmatched))
     }
@@ -396,8 +438,10 @@ pub(crate) struct SourceFacts {
 }
 
 /// The dtype that a tensor of this name and dtype gets where floats are cast to `dtype`; `None`
-/// where it keeps its own: float8 and narrower ones, scales of quantized weights, biases that
-/// balance experts, steps that an optimizer counts.
+/// where it keeps its own: float8 and narrower ones, scales of block-scaled weights, biases that
+/// balance experts, steps that an optimizer counts. A conversion also leaves packed weights and their
+/// scales as they are, which the tensors around them show
+/// ([`exact_tensors`](dcp_convert::cast::exact_tensors)).
 ///
 /// ```
 /// use dcp_checkpoint::cast_to;

@@ -83,7 +83,7 @@ impl Origin {
 
 /// Whether tensors have names by which models of Megatron-Core request them: `decoder.layers.…`, one
 /// tensor for all layers or one each, or those of the embedding, without a prefix.
-async fn has_megatron_names(source: &Source) -> Result<bool, Error> {
+pub(crate) async fn has_megatron_names(source: &Source) -> Result<bool, Error> {
     let metadata = source.metadata().await?;
     let roots = ["decoder.", "encoder.", "embedding.", "output_layer."];
     let is_tensor = |entry: &Entry| entry.as_tensor().is_some();
@@ -119,6 +119,11 @@ impl MappingOptions {
         let origin = Origin::of(opened, &source).await?;
         let Some(wanted) = self.wanted(opened, origin, to, notes)? else {
             self.refuse_idle()?;
+            if to == Format::TorchDist && config.is_some() {
+                let message = "--config is for a mapping, and none is applied";
+                return Err(Error::new(ErrorKind::InvalidOption, message)
+                    .with_hint("say --arch, or leave it out"));
+            }
             if to == Format::TorchDist
                 && self.arch.is_none()
                 && !has_megatron_names(&source).await?

@@ -125,6 +125,17 @@ impl MegatronTarget {
         given.into_iter().find_map(|(given, option)| given.then_some(option))
     }
 
+    /// The first of the numbers of ranks that is chosen.
+    pub(crate) fn size_given(&self) -> Option<&'static str> {
+        let sizes = [
+            (self.tp.is_some(), "--tp"),
+            (self.pp.is_some(), "--pp"),
+            (self.ep.is_some(), "--ep"),
+            (self.etp.is_some(), "--etp"),
+        ];
+        sizes.into_iter().find_map(|(given, option)| given.then_some(option))
+    }
+
     /// The ranks to write for: as chosen, else as `source` was laid out.
     pub(crate) async fn layout(&self, source: &Checkpoint) -> Result<ParallelLayout, Error> {
         let sizes = match &source.megatron {

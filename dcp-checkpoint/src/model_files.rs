@@ -1,13 +1,19 @@
 //! The configuration and tokenizer files of a Hugging Face model.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
 use dcp_convert::{ConversionReport, ConvertError, JobOptions, Source};
-use dcp_core::storage::StorageExt;
-use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
-use dcp_formats::hf::{HfLayout, config_without_quantization, names_scales};
+use dcp_core::storage::{FolderEntry, StorageExt};
+use dcp_core::{CheckpointMetadata, DType, Key, Storage, StorageError, StorageErrorKind};
+use dcp_formats::hf::{
+    CONFIG_ASIDE, CONFIG_NAME, HfLayout, INDEX_ENDING, config_with_dtype,
+    config_without_quantization, names_scales,
+};
+use dcp_mapping::recognize_config;
+use futures_util::StreamExt as _;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind};
@@ -19,7 +25,10 @@ const FILE_MAX: u64 = 256 << 20;
 /// Files and their content.
 pub(crate) type Files = Vec<(Key, Vec<u8>)>;
 
-/// The files that transformers looks for in the folder of the weights. Code is not among them.
+/// The most files of a folder, and of one in it, that are copied.
+const FILES_MAX: usize = 1000;
+
+/// The files that transformers looks for first. They are found without a list of the folder.
 const NAMES: &[&str] = &[
     "config.json",
     "generation_config.json",
@@ -37,22 +46,125 @@ const NAMES: &[&str] = &[
     "preprocessor_config.json",
     "processor_config.json",
 ];
+/// The endings of files with weights, of any framework.
+const WEIGHTS: &[&str] = &[
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".distcp",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".onnx_data",
+    ".ot",
+    ".tflite",
+    ".npz",
+    ".nemo",
+    ".pkl",
+];
+/// The beginnings of files with the state of a trainer.
+const TRAINER: &[&str] = &[
+    "trainer_state.json",
+    "training_args",
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "rng_state",
+    "random_states",
+    "latest",
+    "zero_to_fp32.py",
+    "events.out.tfevents",
+];
 
-/// Those of [`NAMES`] that are in `folder`; a `config.json` must be.
+/// Whether a file has weights or the state of a trainer, or is an index of weights.
+fn belongs_to_weights(name: &str) -> bool {
+    let is_index = name.contains(".index.") && name.ends_with(".json");
+    is_index
+        || WEIGHTS.iter().any(|ending| name.ends_with(ending))
+        || TRAINER.iter().any(|start| name.starts_with(start))
+}
+
+/// The files of a folder that are copied with the weights, and the names of those that are not.
+#[derive(Debug, Default)]
+pub(crate) struct Beside {
+    pub(crate) files: Files,
+    /// Files and folders that are left, without the weights that are converted.
+    pub(crate) left: Vec<String>,
+}
+
+/// What is in a folder: the lengths of files by name, and the names of folders.
+#[derive(Default)]
+struct Folder {
+    files: BTreeMap<String, u64>,
+    folders: BTreeSet<String>,
+}
+
+impl Folder {
+    /// The names of the files to copy, and of those that stay.
+    fn divided(self) -> (Vec<String>, Vec<String>) {
+        let (mut copied, mut left) = (Vec::new(), Vec::new());
+        for (name, len) in self.files {
+            if name.starts_with('.') || name == CONFIG_ASIDE || NAMES.contains(&&*name) {
+                continue;
+            }
+            let is_copied =
+                !belongs_to_weights(&name) && len <= FILE_MAX && copied.len() < FILES_MAX;
+            if is_copied { copied.push(name) } else { left.push(name) }
+        }
+        (copied, left)
+    }
+
+    /// Whether all of a folder belongs to the configuration of a model, as `1_Pooling` and
+    /// `additional_chat_templates` do.
+    fn is_configuration(&self) -> bool {
+        let is_one = |(name, len): (&String, &u64)| {
+            !belongs_to_weights(name) && !name.starts_with('.') && *len <= FILE_MAX
+        };
+        !self.files.is_empty()
+            && self.files.len() <= FILES_MAX
+            && self.folders.is_empty()
+            && self.files.iter().all(is_one)
+    }
+}
+
+fn key_of(name: &str) -> Result<Key, Error> {
+    Ok(Key::new(name).map_err(StorageError::from)?)
+}
+
+/// The files that belong to the model in `folder`, without its weights; a `config.json` must be there.
 pub(crate) fn files_in(folder: &Path) -> Result<Files, Error> {
-    let mut files = Vec::new();
-    for name in NAMES {
-        let path = folder.join(name);
-        match read_at_most(&path, FILE_MAX) {
-            Ok(bytes) => files.push((Key::new(*name).map_err(StorageError::from)?, bytes)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => {
-                let message = format!("cannot read {:?}", path.display().to_string());
-                return Err(Error::new(ErrorKind::Io, message).because(error));
+    let unreadable = |path: &Path, error| {
+        let message = format!("cannot read {:?}", path.display().to_string());
+        Error::new(ErrorKind::Io, message).because(error)
+    };
+    if folder.is_file() {
+        let message = format!("{:?} is a file", folder.display().to_string());
+        return Err(Error::new(ErrorKind::InvalidOption, message)
+            .with_hint("--config takes the folder with a model's config.json"));
+    }
+    let mut names: Vec<String> = NAMES.iter().map(ToString::to_string).collect();
+    if let Ok(found) = listed_in(folder) {
+        for name in &found.folders {
+            let inner = listed_in(&folder.join(name)).unwrap_or_default();
+            if inner.is_configuration() {
+                names.extend(inner.files.keys().map(|file| format!("{name}/{file}")));
             }
         }
+        names.extend(found.divided().0);
     }
-    if files.first().is_none_or(|(key, _)| key.as_str() != "config.json") {
+    let mut files = Vec::new();
+    for name in names {
+        let path = folder.join(&name);
+        match read_at_most(&path, FILE_MAX) {
+            Ok(bytes) => files.push((key_of(&name)?, bytes)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(unreadable(&path, error)),
+        }
+    }
+    if files.first().is_none_or(|(key, _)| key.as_str() != CONFIG_NAME) {
         let folder = folder.display().to_string();
         let message = format!("there is no config.json in {folder:?}");
         return Err(Error::new(ErrorKind::InvalidOption, message));
@@ -60,22 +172,40 @@ pub(crate) fn files_in(folder: &Path) -> Result<Files, Error> {
     Ok(files)
 }
 
-/// Those of [`NAMES`] that the folder of a Hugging Face model has; none where it has no
+/// The regular files and the folders in a directory, links followed.
+fn listed_in(folder: &Path) -> io::Result<Folder> {
+    let mut found = Folder::default();
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        let Ok(name) = entry.file_name().into_string() else { continue };
+        let Ok(meta) = std::fs::metadata(entry.path()) else { continue };
+        if meta.is_file() && Key::new(&*name).is_ok() {
+            found.files.insert(name, meta.len());
+        } else if meta.is_dir() && !name.starts_with('.') && Key::new(&*name).is_ok() {
+            found.folders.insert(name);
+        }
+    }
+    Ok(found)
+}
+
+/// The files that belong to a Hugging Face model, without its weights; none where it has no
 /// `config.json` or where the checkpoint is of another format.
-pub(crate) async fn files_of(checkpoint: &Checkpoint) -> Result<Files, Error> {
-    let mut files = Vec::new();
+pub(crate) async fn files_of(checkpoint: &Checkpoint) -> Result<Beside, Error> {
+    let mut beside = Beside::default();
     if !checkpoint.is_model_folder() {
-        return Ok(files);
+        return Ok(beside);
     }
     let storage = &checkpoint.storage;
     for name in NAMES {
-        let key = Key::new(*name).map_err(StorageError::from)?;
+        let key = key_of(name)?;
         let len = match storage.stat(&key).await {
             Ok(meta) => meta.byte_len,
-            Err(error) if error.kind() == StorageErrorKind::NotFound && !files.is_empty() => {
+            Err(error)
+                if error.kind() == StorageErrorKind::NotFound && !beside.files.is_empty() =>
+            {
                 continue;
             }
-            Err(error) if error.kind() == StorageErrorKind::NotFound => break,
+            Err(error) if error.kind() == StorageErrorKind::NotFound => return Ok(beside),
             Err(error) => return Err(error.into()),
         };
         if len > FILE_MAX {
@@ -84,9 +214,88 @@ pub(crate) async fn files_of(checkpoint: &Checkpoint) -> Result<Files, Error> {
                 "--config DIR takes the configuration and tokenizer from another folder",
             ));
         }
-        files.push((key.clone(), storage.read_range(&key, 0..len).await?.to_vec()));
+        let bytes = storage.read_range(&key, 0..len).await?;
+        beside.files.push((key, bytes.to_vec()));
     }
-    Ok(files)
+    let Some(found) = listed_of(&**storage, None).await? else { return Ok(beside) };
+    let mut names = Vec::new();
+    for name in &found.folders {
+        let inner = listed_of(&**storage, Some(&key_of(name)?)).await?.unwrap_or_default();
+        if inner.is_configuration() {
+            names.extend(inner.files.keys().map(|file| format!("{name}/{file}")));
+        } else {
+            beside.left.push(format!("{name}/"));
+        }
+    }
+    let (copied, left) = found.divided();
+    let metadata = checkpoint.source.metadata().await?;
+    let is_read = |name: &str| metadata.files().iter().any(|file| file.as_str() == name);
+    let is_index = |name: &str| name.ends_with(INDEX_ENDING);
+    beside.left.extend(left.into_iter().filter(|name| !is_read(name) && !is_index(name)));
+    for name in names.into_iter().chain(copied) {
+        let key = key_of(&name)?;
+        let whole = storage.read_whole(&key, FILE_MAX).await?;
+        beside.files.push((key, whole.bytes.to_vec()));
+    }
+    Ok(beside)
+}
+
+/// The files and folders in a folder of a storage; `None` if it cannot list.
+async fn listed_of(storage: &dyn Storage, folder: Option<&Key>) -> Result<Option<Folder>, Error> {
+    let mut found = Folder::default();
+    let mut entries = storage.list_folder(folder);
+    let last = |key: &Key| key.file_name().to_owned();
+    while let Some(entry) = entries.next().await {
+        match entry {
+            Ok(FolderEntry::Object(meta)) => {
+                found.files.insert(last(&meta.key), meta.byte_len);
+            }
+            Ok(FolderEntry::Folder(key)) if !last(&key).starts_with('.') => {
+                found.folders.insert(last(&key));
+            }
+            Ok(_) => {}
+            Err(error) if error.kind() == StorageErrorKind::Unsupported => return Ok(None),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(Some(found))
+}
+
+/// Makes the configuration name `dtype`, where it names one: transformers opens the model in it.
+pub(crate) fn say_dtype(files: &mut Files, dtype: DType) -> Result<(), Error> {
+    let Some((_, config)) = files.iter_mut().find(|(key, _)| key.as_str() == CONFIG_NAME) else {
+        return Ok(());
+    };
+    let changed = config_with_dtype(config, dtype).map_err(ConvertError::from)?;
+    if let Some(changed) = changed {
+        *config = changed;
+    }
+    Ok(())
+}
+
+/// Refuses a configuration of a family that is known, of whose tensors none has a name: transformers
+/// opens such a folder with random weights.
+pub(crate) fn refuse_other_names(files: &Files, names: &CheckpointMetadata) -> Result<(), Error> {
+    let config = files.iter().find(|(key, _)| key.as_str() == CONFIG_NAME);
+    let config = config.and_then(|(_, bytes)| serde_json::from_slice(bytes).ok());
+    let Some(Ok(family)) = config.map(|config: serde_json::Value| recognize_config(&config)) else {
+        return Ok(());
+    };
+    let mut tensors = names.iter().filter(|(_, entry)| entry.as_tensor().is_some());
+    if tensors.any(|(fqn, _)| family.names_in_hf(fqn)) {
+        return Ok(());
+    }
+    let Some((first, _)) = names.iter().find(|(_, entry)| entry.as_tensor().is_some()) else {
+        return Ok(());
+    };
+    let message = format!(
+        "config.json is of {}, and no tensor has a name of that family; the first is {first:?}",
+        family.title()
+    );
+    Err(Error::new(ErrorKind::InvalidOption, message).with_hint(
+        "give tensors the names of transformers with --rename or --map, or pass --config with the \
+         folder of this model",
+    ))
 }
 
 /// Adds the files that were found or made for the weights and that are not there yet.

@@ -74,7 +74,7 @@ impl OptimizerOptions {
     }
 
     /// The first of the options that is not the default.
-    fn given(self) -> Option<&'static str> {
+    pub(crate) fn given(self) -> Option<&'static str> {
         let given = [
             (self.form.is_some(), "--optimizer"),
             (self.allow_corrupt, "--allow-corrupt-optimizer"),

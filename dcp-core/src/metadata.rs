@@ -206,6 +206,8 @@ pub struct Provenance {
     pub checkpoint_id: Option<Arc<str>>,
     /// The id of the save.
     pub save_id: Option<Arc<str>>,
+    /// Further texts that its writer stored with it, by name, such as `__metadata__` of safetensors.
+    pub annotations: Arc<[(Arc<str>, Arc<str>)]>,
 }
 
 impl CheckpointMetadata {

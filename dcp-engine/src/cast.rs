@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use dcp_cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast, is_exact};
+use dcp_cast::{CastCounts, CastOptions, CastReport, Caster, ExactTensors, TensorCast};
 use dcp_core::plan::{LeafKind, StateIndex};
 use dcp_core::{DType, Payload, PlanError};
 use dcp_planner::KeyFilter;
@@ -14,8 +14,8 @@ pub(crate) const SEGMENT: u64 = 16 << 20;
 /// Which tensors a save casts, and to which dtype; see [`Saver::cast`](crate::Saver::cast).
 ///
 /// Tensors of float64, float32, float16 and bfloat16 are cast. Integers, truth values, complex
-/// numbers and 8-bit floats never are, nor what [`is_exact`] names: steps of an optimizer, scales of
-/// quantized weights, biases of routers.
+/// numbers and 8-bit floats never are, nor [`ExactTensors`]: steps of an optimizer, packed weights with
+/// their scales, biases of routers.
 ///
 /// ```
 /// use dcp_core::DType;
@@ -56,12 +56,17 @@ impl Casts {
     /// Gives every leaf that is cast its new dtype, and returns the casts by leaf.
     pub(crate) fn apply(&self, index: &mut StateIndex) -> Result<Vec<Option<Cast>>, PlanError> {
         let wide = [DType::Float64, DType::Float32, DType::Float16, DType::BFloat16];
+        let tensors = index.leaves.iter().filter_map(|leaf| match &leaf.kind {
+            LeafKind::Tensor { dtype, shape, .. } => Some((&*leaf.fqn, *dtype, &**shape)),
+            _ => None,
+        });
+        let exact = ExactTensors::of(tensors);
         let casts = index.leaves.iter_mut().map(|leaf| {
             let LeafKind::Tensor { dtype, .. } = &mut leaf.kind else { return Ok(None) };
             let path = leaf.path.as_ref();
             let meant = wide.contains(dtype)
                 && *dtype != self.to
-                && !is_exact(&leaf.fqn)
+                && !exact.contains(&leaf.fqn)
                 && self.only.selects(&leaf.fqn, path)
                 && !self.keep.selects(&leaf.fqn, path);
             if !meant {

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use crate::error::MappingError;
 use crate::layout::Op;
-use crate::template::Template;
+use crate::template::{Naming, Template};
 
 /// How the weights of one family of models are called and laid out in Megatron-Core and in
 /// Hugging Face's transformers. One mapping serves both directions.
@@ -126,6 +126,19 @@ impl Mapping {
     #[must_use]
     pub fn model_types(&self) -> &[String] {
         &self.family.model_types
+    }
+
+    /// Whether a tensor of the family has this name in transformers, below any prefix or without
+    /// that of the model, as in a base model.
+    #[must_use]
+    pub fn names_in_hf(&self, fqn: &str) -> bool {
+        let naming = Naming::default();
+        let has = |name: &str| {
+            let mut forms = self.rules.iter().flat_map(|rule| &rule.hf);
+            forms.any(|form| form.numbers(name, &naming).is_some())
+        };
+        let dots = fqn.match_indices('.').map(|(at, _)| at + 1);
+        [0].into_iter().chain(dots).any(|start| has(&fqn[start..])) || has(&format!("model.{fqn}"))
     }
 
     pub(crate) fn error(&self, rule: &Rule, problem: impl Into<String>) -> MappingError {

@@ -51,11 +51,14 @@ pub(crate) fn cast_notes(report: &CastReport, out: &Output) {
     let Some(first) = report.tensors.values().next() else {
         return out.note("no tensor had to be cast");
     };
-    let error = report.total().max_relative_error;
+    let total = report.total();
+    let error = total.max_relative_error;
     let rounded = if error > 0.0 && error < 5e-5 {
         "; values changed by less than 0.01 %".to_owned()
     } else if error > 0.0 {
         format!("; values changed by at most {:.2} %", error * 100.0)
+    } else if total.lost_range() {
+        "; no value within its range changed".to_owned()
     } else {
         "; no value changed".to_owned()
     };

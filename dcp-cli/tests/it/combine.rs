@@ -163,7 +163,12 @@ fn what_has_no_difference_goes_together() {
         dcp(["convert", fixture, &pt, "--to", "torch-save"]).ok();
         dcp(["diff", fixture, &pt]).ok();
         let (average, merged) = (at(&format!("{fixture}_a.pt")), at(&format!("{fixture}_m.pt")));
-        dcp(["average", fixture, &pt, "--accumulate", "f64", "-o", &average]).ok();
+        let run = dcp(["average", fixture, &pt, "--accumulate", "f64", "-o", &average]);
+        match fixture {
+            // Without tensors there is no average.
+            "objects" => run.fails(2, &["the average computes nothing"]),
+            _ => drop(run.ok()),
+        }
         dcp(["merge", fixture, &pt, "--identical", "-o", &merged]).ok();
     }
     let run = dcp(["merge", "fsdp2_adam_2r", "t24_plain", "--identical", "-o", &at("none.pt")]);

@@ -134,6 +134,7 @@ fn a_model_becomes_a_hugging_face_folder() {
             "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",
             "model.safetensors.index.json",
+            "modeling.py",
             "tokenizer.json"
         ]
     );

@@ -175,11 +175,15 @@ fn quantized_weights_become_plain_numbers() {
     fs::write(format!("{model}/modeling.py"), "import os").unwrap();
     let plain = path(&out, "plain");
     let run = dcp(["convert", &model, &plain, "--to=hf", "--dequantize=bf16"]);
-    assert!(run.stderr.contains("copying config.json, tokenizer.json from"), "{}", run.stderr);
+    assert!(
+        run.stderr.contains("copying config.json, tokenizer.json, modeling.py from"),
+        "{}",
+        run.stderr
+    );
     run.ok();
     assert_eq!(fs::read_to_string(format!("{plain}/config.json")).unwrap(), written);
     assert_eq!(fs::read_to_string(format!("{plain}/tokenizer.json")).unwrap(), "{}");
-    assert!(!std::path::Path::new(&plain).join("modeling.py").exists());
+    assert!(std::path::Path::new(&plain).join("modeling.py").exists());
     // Now the folder says itself how large its blocks are.
     dcp(["convert", &model, &file, "--dequantize=f32", "--overwrite"]).ok();
     assert_eq!(tensors(file.as_ref()), tensors(&expected("quant_fp8_block")));

@@ -377,3 +377,25 @@ fn a_name_that_a_format_reserves_is_refused_before_anything_is_written() {
     let run = dcp(["convert", "fsdp2_adam_2r", &file, "--include=model", rename]);
     run.fails(2, &["\"__metadata__\" is not a name that a tensor can have in a safetensors file"]);
 }
+
+/// `SGD.load_state_dict` needs the `state` that it saved, although nothing is in it.
+#[test]
+fn empty_dicts_are_written_by_every_command() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let source = "../torch_save/states/sgd.pt";
+    dcp(["convert", source, &at("whole.pt")]).ok();
+    dcp(["convert", source, &at("selected.pt"), "--exclude=x"]).ok();
+    dcp(["convert", source, &at("cast.pt"), "--dtype=bf16"]).ok();
+    dcp(["convert", source, &at("dcp"), "--to=dcp"]).ok();
+    dcp(["convert", &at("dcp"), &at("back.pt")]).ok();
+    dcp(["merge", source, source, "--identical", "--out", &at("merged.pt")]).ok();
+    dcp(["average", source, source, "--out", &at("averaged.pt")]).ok();
+    for name in ["whole.pt", "selected.pt", "cast.pt", "dcp", "back.pt", "merged.pt", "averaged.pt"]
+    {
+        assert_eq!(dcp(["get", &at(name), "optim.state"]).ok(), "{}\n", "{name}");
+    }
+    // The model is found as before.
+    dcp(["convert", source, &at("hf"), "--to=hf"]).ok();
+    assert_eq!(keys(&at("hf")).len(), 2);
+}

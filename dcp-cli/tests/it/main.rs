@@ -29,6 +29,7 @@ mod megatron_beside;
 mod megatron_convert;
 mod megatron_damaged;
 mod memory;
+mod model_folder;
 mod overlap;
 mod plugins;
 mod prune;

@@ -46,6 +46,7 @@ pub(crate) async fn explain(storage: &Arc<dyn Storage>) -> Result<String, Storag
 struct TorchSaveFolders(TorchSaveFormat);
 
 #[derive(Deserialize)]
+#[serde(expecting = "a JSON object")]
 struct Index {
     weight_map: BTreeMap<String, String>,
 }

@@ -1,6 +1,5 @@
 //! Dequantizes block-scaled weights.
 
-use dcp_core::storage::StorageExt;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
@@ -12,11 +11,14 @@ use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::region::RegionError;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, FormatError, Key, PlanError, Region, StorageError,
-    StorageErrorKind, StorageReader, TensorView,
+    CheckpointError, CheckpointMetadata, DType, FormatError, PlanError, Region, StorageReader,
+    TensorView,
 };
-use dcp_formats::hf::{BLOCK, E2M1, QuantScheme, Quantized, configured_block, find_quantized};
+use dcp_formats::hf::{
+    BLOCK, E2M1, QuantScheme, Quantized, configured_block, configured_method, find_quantized,
+};
 
+use self::scheme::{CONFIG, config_of, refuse_unread};
 use super::matrix::{Matrix, exchange, outer_indices, transposed};
 use super::scales::{Scales, Tile, floats};
 use super::scratch::{Scratch, invalid_region, name, no_entry, outside};
@@ -29,10 +31,10 @@ use crate::job::JobOptions;
 use crate::read::ties::{Place, places};
 use crate::source::Source;
 
+mod scheme;
+
 /// The number of values to compute at once.
 const SLAB: u64 = 1 << 19;
-/// The maximum size of a model's configuration, in bytes.
-const CONFIG_MAX: u64 = 16 << 20;
 
 /// Options of dequantizing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -196,22 +198,31 @@ impl Dequantized {
     ///
     /// # Errors
     ///
-    /// As [`Dequantized::new`], and without a block size, when `config.json` cannot be read.
+    /// As [`Dequantized::new`], and without a block size, when `config.json` cannot be read. When
+    /// there is nothing quantized, or a scheme that is not among these.
     pub async fn apply(
         source: &Source,
         options: DequantizeOptions,
         job: &JobOptions,
     ) -> Result<Source, ConvertError> {
-        let block = match options.block {
-            Some(block) => block,
-            None => configured(source).await?.unwrap_or(BLOCK),
+        let config = config_of(source).await?;
+        let configured = || match &config {
+            Some(config) => configured_block(config)
+                .map_err(|error| error.in_file(CONFIG, 0))
+                .map(|block| block.unwrap_or(BLOCK)),
+            None => Ok(BLOCK),
         };
+        let block = options.block.map_or_else(configured, Ok).map_err(CheckpointError::from)?;
         let inner = CheckedSource::new(source, job);
-        let reader = match Unwrapped::new(Arc::clone(&inner.reader), options.dtype).await? {
+        let unwrapped = Unwrapped::new(Arc::clone(&inner.reader), options.dtype).await?;
+        let unwraps = unwrapped.is_some();
+        let reader: Arc<dyn StorageReader> = match unwrapped {
             Some(unwrapped) => Arc::new(unwrapped),
             None => Arc::clone(&inner.reader),
         };
         let view = Self::new(reader, options.dtype, block).await?;
+        let method = config.as_deref().and_then(configured_method);
+        refuse_unread(&view, unwraps, method.as_deref())?;
         let parts = std::slice::from_ref(&inner);
         Ok(Source::derived(Arc::new(view), parts).unwrap_or_else(|| source.clone()))
     }
@@ -430,18 +441,6 @@ fn plain(
         shown.chunks.push(&offsets, &sizes, placement)?;
     }
     Ok(shown)
-}
-
-/// The block size in the model's configuration.
-async fn configured(source: &Source) -> Result<Option<[u64; 2]>, CheckpointError> {
-    let key = Key::new("config.json").map_err(StorageError::from)?;
-    let byte_len = match source.storage.stat(&key).await {
-        Ok(meta) => meta.byte_len.min(CONFIG_MAX),
-        Err(error) if error.kind() == StorageErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error.into()),
-    };
-    let config = source.storage.read_range(&key, 0..byte_len).await?;
-    Ok(configured_block(&config).map_err(|error| error.in_file(key.as_str(), 0))?)
 }
 
 #[async_trait]

@@ -28,6 +28,8 @@ pub(crate) struct Outgoing {
     pub(crate) byte_len: u64,
     /// Omitted objects and raw tensors so far.
     pub(crate) report: ConversionReport,
+    /// The texts that the source has.
+    annotations: Arc<[(Arc<str>, Arc<str>)]>,
 }
 
 /// A tensor as the format stores it.
@@ -47,6 +49,7 @@ impl Outgoing {
             parts: Vec::new(),
             byte_len: 0,
             report: ConversionReport::default(),
+            annotations: Arc::clone(&metadata.provenance().annotations),
         };
         let ties = ties(&metadata);
         for (index, (fqn, entry)) in metadata.iter().enumerate() {
@@ -97,10 +100,14 @@ impl Outgoing {
         Ok(())
     }
 
-    /// Header entries about data that the file omits: for each tied tensor the name of the one that
-    /// was written, as `safetensors.torch.save_model` writes it, and the names of objects.
+    /// Header entries: those of the source, and about data that the file omits: for each tied tensor
+    /// the name of the one that was written, as `safetensors.torch.save_model` writes it, and the
+    /// names of objects.
     pub(crate) fn header(&self) -> IndexMap<String, String> {
         let mut header = IndexMap::new();
+        for (name, text) in &*self.annotations {
+            header.insert(name.to_string(), text.to_string());
+        }
         for (fqn, first) in &self.report.tied {
             header.entry(fqn.to_string()).or_insert_with(|| first.to_string());
         }

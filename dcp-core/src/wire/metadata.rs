@@ -10,7 +10,7 @@ use crate::key::Key;
 use crate::metadata::{CheckpointMetadata, Entry, ObjectEntry, Placement, TensorEntry};
 use crate::region::Region;
 
-const METADATA: &[u8; 4] = b"dcm1";
+const METADATA: &[u8; 4] = b"dcm2";
 
 impl CheckpointMetadata {
     /// Encodes the whole index as a message.
@@ -24,6 +24,11 @@ impl CheckpointMetadata {
         let origin = self.provenance();
         for text in [&origin.format, &origin.version, &origin.checkpoint_id, &origin.save_id] {
             out.option(text.as_ref(), |out, text| out.text(text));
+        }
+        out.number(origin.annotations.len() as u64);
+        for (name, text) in &*origin.annotations {
+            out.text(name);
+            out.text(text);
         }
         out.number(self.len() as u64);
         for (fqn, entry) in self.iter() {
@@ -74,6 +79,10 @@ impl CheckpointMetadata {
                 &mut origin.save_id,
             ][field] = text;
         }
+        let annotations = input.count()?;
+        let annotations =
+            (0..annotations).map(|_| Ok((input.text()?.into(), input.text()?.into())));
+        metadata.provenance_mut().annotations = annotations.collect::<Result<_, PlanError>>()?;
         let entries = input.count()?;
         for _ in 0..entries {
             let fqn = input.text()?;
@@ -167,6 +176,7 @@ mod tests {
         let placement = Placement { file, encoding, byte_offset: 1 << 40, byte_len: 9 };
         metadata.provenance_mut().format = Some("torch_dcp".into());
         metadata.provenance_mut().save_id = Some("".into());
+        metadata.provenance_mut().annotations = [("title".into(), "x".into())].into();
         let mut tensor = TensorEntry::new(DType::BFloat16, [5, 3]);
         tensor.path = Some([PathItem::Key("a".into()), PathItem::Index(3)].into());
         tensor.properties.requires_grad = true;

@@ -30,6 +30,7 @@ pub struct IndexFile {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an index with a weight_map")]
 struct Raw {
     #[serde(default)]
     metadata: UniqueMap<serde_json::Value>,

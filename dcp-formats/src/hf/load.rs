@@ -16,7 +16,7 @@ use super::index_file::{INDEX_MAX, INDEX_NAME, IndexFile};
 use super::layout::SINGLE_NAME;
 use super::merge::{FileHeader, merge};
 use super::other_program::IS_DELTA;
-use super::variants::{target_of, without_variants};
+use super::variants::{has_variant, target_of, variant_of_index, without_variants};
 use crate::folder_contents::files_in;
 use crate::safetensors::INDEX_ENDING;
 use crate::safetensors::read_image;
@@ -153,7 +153,7 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
         )];
         return Ok(Files { findings, notes, ..Files::of(vec![single]) });
     }
-    let Some(names) = names(&**storage, folder, false).await? else {
+    let Some(names) = names(&**storage, folder, true).await? else {
         // Without listing, the model may still be the single file of small models.
         let model = join(prefix, SINGLE_NAME)?;
         if storage.contains(&model).await? {
@@ -165,6 +165,8 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
             ),
         });
     };
+    let (of_variants, names): (Vec<_>, Vec<_>) =
+        names.into_iter().partition(|key| variant_of_index(key).is_some());
     let (indexes, keys): (Vec<_>, Vec<_>) =
         names.into_iter().partition(|key| key.as_str().ends_with(INDEX_ENDING));
     match &*indexes {
@@ -187,6 +189,12 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
         return Err(CheckpointError::NotACheckpoint { message });
     }
     let (keys, variants) = without_variants(keys);
+    // A folder of nothing but variants has the model as one of them.
+    let mut of_variants = of_variants;
+    of_variants.retain(|index| keys.iter().all(|key| has_variant(key, variant_of_index(index))));
+    if let [one] = &*of_variants {
+        return indexed(&**storage, one.clone()).await;
+    }
     let Names { keys, mut findings, notes } = Names::look(keys);
     let prefix = prefix.map_or_else(String::new, |prefix| format!("{prefix}/"));
     findings.extend(replacement(&**storage, &prefix).await?);

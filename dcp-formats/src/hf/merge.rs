@@ -11,7 +11,12 @@ use indexmap::IndexMap;
 use super::finding::{Finding, FindingKind};
 use super::load::{Files, Index};
 use crate::metadata::check_chunks;
-use crate::safetensors::{Image, RangeProblem, Ranges, RawTypes, ties_of};
+use crate::safetensors::{
+    Image, RAW, RangeProblem, Ranges, RawTypes, SHARDING, SHARDING_VERSION, TIED, ties_of,
+};
+
+/// The texts of a header that say how its tensors are stored, which a copy has of its own.
+const OWN_TEXTS: &[&str] = &["format", RAW, TIED, SHARDING, SHARDING_VERSION, "dcp.left_out"];
 
 /// The result of reading a file's header.
 pub(super) enum FileHeader {
@@ -76,7 +81,12 @@ struct Merger<'a> {
     tied: IndexMap<Arc<str>, Arc<str>>,
     /// Files without a readable header.
     silent: HashSet<Key>,
+    /// Tensors that the index places in another file.
+    displaced: Option<(usize, Arc<str>)>,
+    /// Tensors that the index does not name.
     unlisted: Option<(usize, Arc<str>)>,
+    /// The texts of headers, by name.
+    annotations: IndexMap<Arc<str>, Arc<str>>,
     doubled: Option<(usize, Arc<str>)>,
     bytes: u64,
     encoding: u16,
@@ -100,7 +110,9 @@ impl<'a> Merger<'a> {
             tensors: IndexMap::new(),
             tied: IndexMap::new(),
             silent: HashSet::new(),
+            displaced: None,
             unlisted: None,
+            annotations: IndexMap::new(),
             doubled: None,
             bytes: 0,
             encoding,
@@ -128,7 +140,14 @@ impl<'a> Merger<'a> {
         }
         let file = self.merged.metadata.intern_file(key).ok_or_else(too_many)?;
         let raw = RawTypes::of(&image.header);
-        self.tied.extend(ties_of(&image.header));
+        let ties: IndexMap<_, _> = ties_of(&image.header).into_iter().collect();
+        for (name, text) in image.header.metadata() {
+            if !OWN_TEXTS.contains(&&**name) && !ties.contains_key(&**name) {
+                let text = || Arc::from(text.as_str());
+                self.annotations.entry(name.as_str().into()).or_insert_with(text);
+            }
+        }
+        self.tied.extend(ties);
         for (fqn, info) in image.header.tensors() {
             let (dtype, sizes) = raw.typed(fqn, info);
             let stated = image.sharding.get(fqn);
@@ -179,16 +198,21 @@ impl<'a> Merger<'a> {
     }
 
     /// Whether a tensor of a file belongs to the model. Without an index all do. With one, the
-    /// tensor must be in the file that the index names; parts of it may be in others.
+    /// tensor must be in the file that the index names; parts of it may be in others. One that the
+    /// index does not name belongs to it too, because transformers loads whole files.
     fn belongs(&mut self, fqn: &Arc<str>, file: &Key, sharded: bool) -> bool {
         if self.index.is_none() {
             return true;
         }
-        let listed = self.homes.get(fqn).is_some_and(|home| home == file || sharded);
-        if !listed {
+        let Some(home) = self.homes.get(fqn) else {
             self.unlisted.get_or_insert_with(|| (0, Arc::clone(fqn))).0 += 1;
+            return true;
+        };
+        let is_there = home == file || sharded;
+        if !is_there {
+            self.displaced.get_or_insert_with(|| (0, Arc::clone(fqn))).0 += 1;
         }
-        listed
+        is_there
     }
 
     fn push(
@@ -254,11 +278,11 @@ impl<'a> Merger<'a> {
                 self.merged.findings.push(finding);
             }
         }
-        // In the order of the index, if there is one.
+        // In the order of the index, if there is one, and then what it does not name.
         let order: IndexMap<_, _> =
             self.homes.keys().enumerate().map(|(n, fqn)| (fqn, n)).collect();
         if self.index.is_some() {
-            self.tensors.sort_by_cached_key(|fqn, _| order.get(fqn).copied());
+            self.tensors.sort_by_cached_key(|fqn, _| order.get(fqn).copied().unwrap_or(usize::MAX));
         }
         for (fqn, parts) in self.tensors {
             match parts.entry() {
@@ -280,12 +304,20 @@ impl<'a> Merger<'a> {
                 metadata.insert(fqn, entry);
             }
         }
-        if let Some((count, example)) = self.unlisted {
+        if let Some((count, example)) = self.displaced {
             self.merged.notes.push(format!(
                 "left out {} that the index does not place in its file, such as {example:?}",
                 counted(count as u64, "tensor")
             ));
         }
+        if let Some((count, example)) = self.unlisted {
+            self.merged.notes.push(format!(
+                "{} that the index does not name are part of the model, as for transformers, such as \
+                 {example:?}",
+                counted(count as u64, "tensor")
+            ));
+        }
+        self.merged.metadata.provenance_mut().annotations = self.annotations.into_iter().collect();
         if let Some((count, example)) = self.doubled {
             self.merged.notes.push(format!(
                 "{count} parts of tensors are stored more than once, such as one of {example:?}"

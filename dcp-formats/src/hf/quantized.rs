@@ -42,7 +42,8 @@ pub struct Quantized {
 #[non_exhaustive]
 pub enum QuantScheme {
     /// 8-bit floats `X.weight`, with one scale per `rows` × `cols` block of the last two axes in
-    /// `X.weight_scale_inv`. The last blocks may be partial.
+    /// `X.weight_scale_inv`. The last blocks may be partial. A single scale, of shape `[]` or `[1]`,
+    /// is that of the whole weight.
     Block {
         /// Rows of a block.
         rows: u64,
@@ -139,6 +140,10 @@ fn block_scaled(
     let [outer @ .., height, width] = &*weight.shape else {
         return Err(format!("blocks have two axes, its weight has shape {}", weight.shape));
     };
+    // One scale for all of a weight.
+    if outer.is_empty() && matches!(&*scales.shape, [] | [1]) {
+        return Ok(QuantScheme::Block { rows: (*height).max(1), cols: (*width).max(1) });
+    }
     let blocks = [height.div_ceil(rows), width.div_ceil(cols)];
     let expected: Dims = outer.iter().copied().chain(blocks).collect();
     if scales.shape != expected {
@@ -197,16 +202,32 @@ fn mxfp4(blocks: &TensorEntry, scales: &TensorEntry) -> Result<(Dims, QuantSchem
 /// When it is not JSON, or the value is not a pair of numbers.
 pub fn configured_block(config: &[u8]) -> Result<Option<[u64; 2]>, FormatError> {
     #[derive(Deserialize)]
+    #[serde(expecting = "a JSON object")]
     struct Config {
         quantization_config: Option<Quantization>,
     }
     #[derive(Deserialize)]
+    #[serde(expecting = "a JSON object")]
     struct Quantization {
         weight_block_size: Option<[u64; 2]>,
     }
     let config: Config = serde_json::from_slice(config)
         .map_err(|error| FormatError::new("model configuration", error.to_string()))?;
     Ok(config.quantization_config.and_then(|config| config.weight_block_size))
+}
+
+/// The quantization method in a model's `config.json`, with its format where it has one:
+/// `compressed-tensors (nvfp4-pack-quantized)`.
+#[must_use]
+pub fn configured_method(config: &[u8]) -> Option<String> {
+    let config: serde_json::Value = serde_json::from_slice(config).ok()?;
+    let quantization = config.get("quantization_config")?;
+    let text = |name| quantization.get(name).and_then(serde_json::Value::as_str);
+    let method = text("quant_method")?;
+    Some(match text("format").or(text("quant_algo")) {
+        Some(format) => format!("{method} ({format})"),
+        None => method.to_owned(),
+    })
 }
 
 /// A model's `config.json` for its dequantized form: without a `quantization_config` for fp8 or
@@ -223,6 +244,41 @@ pub fn config_without_quantization(config: &[u8]) -> Result<Option<Vec<u8>>, For
         return Ok(None);
     }
     config.shift_remove("quantization_config");
+    let mut text = format!("{:#}", serde_json::Value::Object(config)).into_bytes();
+    text.push(b'\n');
+    Ok(Some(text))
+}
+
+/// A model's `config.json` with `dtype` wherever it names a dtype of weights, in the configurations of
+/// its parts too. `None` if there is nothing to change.
+///
+/// # Errors
+///
+/// When it is not a JSON object.
+pub fn config_with_dtype(config: &[u8], dtype: DType) -> Result<Option<Vec<u8>>, FormatError> {
+    fn change(config: &mut serde_json::Map<String, serde_json::Value>, dtype: &str) -> bool {
+        let mut changed = false;
+        for (name, value) in config {
+            match value {
+                serde_json::Value::String(text)
+                    if ["torch_dtype", "dtype"].contains(&&**name) && text != dtype =>
+                {
+                    *text = dtype.to_owned();
+                    changed = true;
+                }
+                serde_json::Value::Object(part) if name != "quantization_config" => {
+                    changed |= change(part, dtype);
+                }
+                _ => {}
+            }
+        }
+        changed
+    }
+    let mut config: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(config)
+        .map_err(|error| FormatError::new("model configuration", error.to_string()))?;
+    if !change(&mut config, dtype.name()) {
+        return Ok(None);
+    }
     let mut text = format!("{:#}", serde_json::Value::Object(config)).into_bytes();
     text.push(b'\n');
     Ok(Some(text))
@@ -272,6 +328,26 @@ mod tests {
         assert_eq!(names, [("a.weight", 1, 0), ("experts.w", 3, 4)]);
         assert_eq!(found[0].scheme, QuantScheme::Block { rows: 128, cols: 128 });
         assert_eq!((&*found[1].shape, &*found[0].shape), (&[2, 96, 5][..], &[130, 300][..]));
+        for shape in [&[][..], &[1]] {
+            let metadata =
+                model(&[("w", E4M3, &[130, 300]), ("w_scale_inv", DType::Float32, shape)]);
+            let found = find_quantized(&metadata, BLOCK).unwrap();
+            assert_eq!(found[0].scheme, QuantScheme::Block { rows: 130, cols: 300 });
+        }
+    }
+
+    #[test]
+    fn configurations_name_the_dtype_of_the_weights() {
+        let config = br#"{"torch_dtype":"float32","text_config":{"dtype":"float32"},
+            "quantization_config":{"dtype":"float32"},"other_dtype":"float32"}"#;
+        let changed = config_with_dtype(config, DType::BFloat16).unwrap().unwrap();
+        let changed: serde_json::Value = serde_json::from_slice(&changed).unwrap();
+        assert_eq!(changed["torch_dtype"], "bfloat16");
+        assert_eq!(changed["text_config"]["dtype"], "bfloat16");
+        assert_eq!(changed["quantization_config"]["dtype"], "float32");
+        assert_eq!(changed["other_dtype"], "float32");
+        assert_eq!(config_with_dtype(b"{}", DType::BFloat16).unwrap(), None);
+        assert!(config_with_dtype(b"[]", DType::BFloat16).is_err());
     }
 
     #[test]

@@ -23,6 +23,17 @@ fn parts(name: &str) -> Option<(&str, &str)> {
     Some((base, &stem[base.len()..]))
 }
 
+/// The variant whose index a file is: `fp16` of `model.safetensors.index.fp16.json`.
+pub(super) fn variant_of_index(key: &Key) -> Option<&str> {
+    key.file_name().rsplit_once(INDEX)?.1.strip_suffix(".json")
+}
+
+/// Whether a file has tensors of this variant: `model.fp16-00001-of-00002.safetensors`.
+pub(super) fn has_variant(key: &Key, variant: Option<&str>) -> bool {
+    let base = parts(key.file_name()).and_then(|(base, _)| base.rsplit_once('.'));
+    variant.is_some() && base.map(|(_, of)| of) == variant
+}
+
 /// Separates the files of a folder from those that are variants of others.
 pub(super) fn without_variants(keys: Vec<Key>) -> (Vec<Key>, Vec<Key>) {
     let bases: BTreeSet<String> =
@@ -45,14 +56,10 @@ pub(super) async fn target_of(
     variant: &str,
 ) -> Result<Target, CheckpointError> {
     let names = names(storage, folder, true).await?.unwrap_or_default();
-    let index = |key: &&Key| {
-        let found =
-            key.file_name().rsplit_once(INDEX).and_then(|(_, rest)| rest.strip_suffix(".json"));
-        found == Some(variant)
-    };
+    let index = |key: &&Key| variant_of_index(key) == Some(variant);
     let file = |key: &&Key| {
-        let parts = parts(key.file_name()).filter(|(_, number)| number.is_empty());
-        parts.and_then(|(base, _)| base.rsplit_once('.')).is_some_and(|(_, v)| v == variant)
+        let is_whole = parts(key.file_name()).is_some_and(|(_, number)| number.is_empty());
+        is_whole && has_variant(key, Some(variant))
     };
     let indexes: Vec<_> =
         names.iter().filter(index).map(|key| Target::Index(key.clone())).collect();

@@ -1,5 +1,7 @@
 //! Encodes an index as a `.metadata` pickle.
 
+use std::collections::HashMap;
+
 use bytes::Bytes;
 use dcp_core::metadata::{Entry, Layout, Placement, TensorEntry};
 use dcp_core::path::PathItem;
@@ -20,7 +22,7 @@ use crate::pickle::{Repeated, Writer};
 /// When a chunk or object has no placement, or one that the profile cannot express: bytes that are
 /// not a `torch.save` archive, and for OLMo-core any transformed bytes, such as compressed ones.
 pub fn encode(metadata: &CheckpointMetadata, profile: Profile) -> Result<Bytes, FormatError> {
-    let mut encoder = Encoder { writer: Writer::new(), metadata, profile };
+    let mut encoder = Encoder { writer: Writer::compact(), metadata, profile };
     encoder.whole()?;
     encoder.writer.finish()
 }
@@ -42,6 +44,9 @@ struct Names {
     info_attributes: [Repeated; 4],
     /// By the numbers of files.
     files: Vec<Repeated>,
+    /// The numbers of `torch.strided` and of memory formats in the memo.
+    layout: Option<u32>,
+    memory_formats: HashMap<i64, u32>,
 }
 
 impl Names {
@@ -57,6 +62,8 @@ impl Names {
             info_attributes: ["relative_path", "offset", "length", "transform_descriptors"]
                 .map(Repeated::constant),
             files: metadata.files().iter().map(|file| Repeated::constant(file.as_str())).collect(),
+            layout: None,
+            memory_formats: HashMap::new(),
         }
     }
 }
@@ -157,7 +164,7 @@ fn put_entry(
     writer.dict(["properties", "size", "chunks"].into_iter(), |writer, name| {
         writer.constant(name);
         match name {
-            "properties" => put_properties(writer, profile, tensor),
+            "properties" => put_properties(writer, names, profile, tensor),
             "size" => put_size(writer, &mut names.size, &tensor.shape),
             _ => writer.list(tensor.chunks.iter(), |writer, chunk| {
                 repeated_instance(writer, &mut names.chunk);
@@ -178,6 +185,7 @@ fn put_entry(
 
 fn put_properties(
     writer: &mut Writer,
+    names: &mut Names,
     profile: Profile,
     tensor: &TensorEntry,
 ) -> Result<(), FormatError> {
@@ -190,13 +198,24 @@ fn put_properties(
     instance(writer, module, "TensorProperties");
     writer.tuple(5 + usize::from(with_strides), |writer| {
         put_dtype(writer, tensor.dtype);
-        writer.global("torch.serialization", "_get_layout");
-        one(writer, |writer| writer.constant("torch.strided"));
-        writer.call();
+        match names.layout {
+            Some(memo) => writer.get(memo),
+            None => {
+                writer.global("torch.serialization", "_get_layout");
+                one(writer, |writer| writer.constant("torch.strided"));
+                names.layout = Some(writer.call_kept());
+            }
+        }
         writer.bool(properties.requires_grad);
-        writer.global(module, memory_format);
-        one(writer, |writer| writer.int(properties.memory_format.into()));
-        writer.call();
+        let format = i64::from(properties.memory_format);
+        match names.memory_formats.get(&format) {
+            Some(memo) => writer.get(*memo),
+            None => {
+                writer.global(module, memory_format);
+                one(writer, |writer| writer.int(format));
+                names.memory_formats.insert(format, writer.call_kept());
+            }
+        }
         writer.bool(properties.pin_memory);
         match &properties.strides {
             _ if !with_strides => {}

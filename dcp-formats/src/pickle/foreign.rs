@@ -98,6 +98,9 @@ impl Pickle<'_> {
         if is_in(INSTANCES, module, name) && !self.is_called(number) {
             return Trust::Harmless;
         }
+        if (module, name) == ("builtins", "getattr") && self.only_enumerates(number) {
+            return Trust::Harmless;
+        }
         Trust::of(module, name)
     }
 
@@ -529,6 +532,25 @@ mod tests {
         let dotted = b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.";
         found(dotted, "torch.os.system", Some(""), Trust::Dangerous);
         assert_eq!(names(b"ccollections\nOrderedDict\n)R."), []);
+    }
+
+    /// Python 3.11 pickles members of enumerations so, as in a `ShardedTensor` of FSDP1.
+    #[test]
+    fn getattr_is_harmless_for_members_of_enumerations_alone() {
+        const CLASS: &str =
+            "ctorch.distributed._shard.sharded_tensor.metadata\nMEM_FORMAT_ENCODING\n";
+        let dangers = |class: &str, name: &str, rest: &str| {
+            let len = char::from(u8::try_from(name.len()).unwrap());
+            let pickle = format!("cbuiltins\ngetattr\n({class}X{len}\0\0\0{name}tR{rest}.");
+            let found = names(pickle.as_bytes());
+            found.iter().filter(|(_, _, trust)| *trust == Trust::Dangerous).count()
+        };
+        assert_eq!(dangers(CLASS, "TORCH_CONTIGUOUS_FORMAT", ""), 0);
+        assert_eq!(dangers(CLASS, "mro", ""), 1);
+        assert_eq!(dangers(CLASS, "__class__", ""), 1);
+        assert_eq!(dangers("ctorch\nFloatStorage\n", "FROM", ""), 1);
+        assert_eq!(dangers(CLASS, "FORMAT", "0cbuiltins\ngetattr\n"), 1);
+        assert_eq!(dangers(CLASS, "FORMAT", "(cbuiltins\ngetattr\nt"), 1);
     }
 
     #[test]

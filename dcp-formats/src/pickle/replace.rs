@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use super::arena::{Node, NodeId, Pickle, Span};
+use super::arena::{Construction, Node, NodeId, Pickle, Span};
 use super::visitor::Visitor;
 
 /// An object that [`replace_classes`](crate::torch_save::replace_classes) has replaced.
@@ -17,6 +17,12 @@ pub struct ReplacedObject {
     /// elsewhere.
     pub is_plain: bool,
 }
+
+/// The enumerations of PyTorch that are in checkpoints.
+const ENUMERATIONS: &[(&str, &str)] = &[
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+];
 
 /// The replacement of an object.
 enum Replacement {
@@ -82,6 +88,35 @@ impl Pickle<'_> {
             }
         }
         replaced
+    }
+
+    /// Whether `getattr` is called for nothing but members of known enumerations, which Python 3.11
+    /// and later pickle in this way: `getattr(MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")`.
+    pub(super) fn only_enumerates(&self, getattr: u32) -> bool {
+        let is_it = |id: NodeId| matches!(self.node(id), Node::Global(of) if *of == getattr);
+        let is_member = |name: &str| {
+            let constant =
+                |byte: u8| byte.is_ascii_uppercase() || byte.is_ascii_digit() || byte == b'_';
+            name.starts_with(|first: char| first.is_ascii_uppercase()) && name.bytes().all(constant)
+        };
+        let looks_up = |args: &[NodeId]| match args {
+            [class, name] => {
+                let known =
+                    self.global_name(*class).is_some_and(|name| ENUMERATIONS.contains(&name));
+                known && self.str(*name).is_some_and(is_member)
+            }
+            _ => false,
+        };
+        let harmless = self.objects.iter().all(|object| {
+            let calls = is_it(object.class);
+            let is_lookup = || {
+                object.construction == Construction::Call
+                    && looks_up(self.tuple(object.args))
+                    && self.kwargs(object).is_none()
+            };
+            (!calls || is_lookup()) && !object.state.is_some_and(is_it)
+        });
+        harmless && !self.pool.iter().any(|id| is_it(*id)) && !is_it(self.root())
     }
 
     /// The class of an object to replace, and its replacement.

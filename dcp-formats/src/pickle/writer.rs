@@ -9,6 +9,7 @@ use dcp_core::value::BigInt;
 
 use super::names::to_python2;
 use super::opcode as op;
+use super::repeated::Repeated;
 
 /// The number of items of one `APPENDS` or `SETITEMS`.
 pub(super) const BATCH: usize = 1000;
@@ -40,6 +41,8 @@ pub struct Writer {
     by_storage_key: HashMap<Box<str>, u32>,
     /// Whether references to storages state that they are not views.
     storage_views: bool,
+    /// Whether containers and objects, to which nothing refers, are left out of the memo.
+    compact: bool,
     /// Bytes objects of length 1 or 0.
     short_bytes: HashMap<Option<u8>, u32>,
     /// By address; the clone prevents reuse of the address.
@@ -47,26 +50,6 @@ pub struct Writer {
     /// Shared bytes, by address and length.
     bytes_by_identity: HashMap<(usize, usize), (u32, Bytes)>,
     too_long: bool,
-}
-
-/// A global or a constant, with its number once it was written.
-#[derive(Debug)]
-pub(crate) struct Repeated {
-    module: Option<&'static str>,
-    name: Box<str>,
-    memo: Option<u32>,
-}
-
-impl Repeated {
-    /// A name to import.
-    pub(crate) fn global(module: &'static str, name: &str) -> Self {
-        Self { module: Some(module), name: name.into(), memo: None }
-    }
-
-    /// A string that is shared by value.
-    pub(crate) fn constant(text: &str) -> Self {
-        Self { module: None, name: text.into(), memo: None }
-    }
 }
 
 impl Default for Writer {
@@ -86,6 +69,7 @@ impl Writer {
             by_value: HashMap::new(),
             by_storage_key: HashMap::new(),
             storage_views: false,
+            compact: false,
             short_bytes: HashMap::new(),
             by_identity: HashMap::new(),
             bytes_by_identity: HashMap::new(),
@@ -96,6 +80,12 @@ impl Writer {
     /// Begins a pickle of the form that `torch.save` used before its zip format.
     pub(crate) fn with_storage_views() -> Self {
         Self { storage_views: true, ..Self::new() }
+    }
+
+    /// Begins a pickle that Python loads as the same objects, without the memo entries of containers and
+    /// objects, each of which takes up to five bytes.
+    pub(crate) fn compact() -> Self {
+        Self { compact: true, ..Self::new() }
     }
 
     /// Ends the pickle.
@@ -255,8 +245,7 @@ impl Writer {
             self.constant("latin1");
             self.end_tuple(2);
         }
-        let memo = self.memo_len;
-        self.call();
+        let memo = self.call_kept();
         if let Some(short) = short {
             self.short_bytes.insert(short, memo);
         }
@@ -346,7 +335,7 @@ impl Writer {
             3 => op::TUPLE3,
             _ => op::TUPLE,
         });
-        self.memoize();
+        self.container();
     }
 
     /// Writes a tuple of integers.
@@ -368,7 +357,7 @@ impl Writer {
         mut each: impl FnMut(&mut Self, T) -> Result<(), E>,
     ) -> Result<(), E> {
         self.out.push(op::EMPTY_LIST);
-        self.memoize();
+        self.container();
         if items.len() == 1 {
             for item in items {
                 each(self, item)?;
@@ -405,7 +394,7 @@ impl Writer {
         mut each: impl FnMut(&mut Self, T) -> Result<(), E>,
     ) -> Result<(), E> {
         self.out.push(op::EMPTY_DICT);
-        self.memoize();
+        self.container();
         let len = entries.len();
         if len == 1 {
             for entry in entries {
@@ -435,13 +424,19 @@ impl Writer {
     /// Calls the global below with the arguments on top.
     pub fn call(&mut self) {
         self.out.push(op::REDUCE);
-        self.memoize();
+        self.container();
+    }
+
+    /// The same; returns the number of the result in the memo, for [`get`](Self::get).
+    pub(crate) fn call_kept(&mut self) -> u32 {
+        self.out.push(op::REDUCE);
+        self.memoize()
     }
 
     /// Creates an instance of the class below with the arguments on top.
     pub fn new_object(&mut self) {
         self.out.push(op::NEWOBJ);
-        self.memoize();
+        self.container();
     }
 
     /// Applies the state on top to the object below.
@@ -470,6 +465,13 @@ impl Writer {
         }
     }
 
+    /// Numbers a container or an object, unless the pickle is [`compact`](Self::compact).
+    fn container(&mut self) {
+        if !self.compact {
+            self.memoize();
+        }
+    }
+
     pub(super) fn memoize(&mut self) -> u32 {
         let memo = self.memo_len;
         self.indexed(op::BINPUT, op::LONG_BINPUT, memo);
@@ -477,7 +479,8 @@ impl Writer {
         memo
     }
 
-    pub(super) fn get(&mut self, memo: u32) {
+    /// Writes a reference to what has this number.
+    pub(crate) fn get(&mut self, memo: u32) {
         self.indexed(op::BINGET, op::LONG_BINGET, memo);
     }
 

@@ -183,6 +183,7 @@ struct Raw {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "a tensor with dtype, shape and data_offsets")]
 struct RawTensor {
     dtype: String,
     shape: Vec<u64>,
@@ -229,7 +230,8 @@ impl<'de> Deserialize<'de> for Raw {
                 let mut seen_metadata = false;
                 while let Some(name) = map.next_key::<String>()? {
                     let twice = if name == "__metadata__" {
-                        raw.metadata = map.next_value::<UniqueMap<String>>()?.0;
+                        let metadata: Option<UniqueMap<String>> = map.next_value()?;
+                        raw.metadata = metadata.unwrap_or_default().0;
                         std::mem::replace(&mut seen_metadata, true)
                     } else {
                         let tensor = map.next_value()?;
@@ -268,6 +270,10 @@ mod tests {
         assert_eq!((b.dtype, &*b.shape), (DType::Float4E2M1FnX2, &[2, 2][..]));
         assert_eq!(header.get("a").unwrap().byte_range, 0..8);
         assert_eq!(header.metadata()["format"], "pt");
+        let header = parse(r#"{"__metadata__":null}"#, 0).unwrap();
+        assert!(header.metadata().is_empty());
+        let error = parse(r#"{"a":1}"#, 0).unwrap_err().to_string();
+        assert!(error.contains("a tensor with dtype") && !error.contains("struct"), "{error}");
     }
 
     #[test]

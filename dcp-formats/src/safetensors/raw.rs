@@ -19,6 +19,7 @@ pub const RAW: &str = "dcp.raw";
 pub struct RawTypes(serde_json::Map<String, serde_json::Value>);
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object with a dtype and a shape")]
 struct RawType {
     dtype: String,
     shape: Vec<u64>,

@@ -27,6 +27,7 @@ pub struct ShardingInfo {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object with saved_offsets")]
 struct Saved {
     saved_offsets: Vec<u64>,
 }

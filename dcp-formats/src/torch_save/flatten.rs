@@ -52,9 +52,10 @@ pub(super) struct Leaves {
 /// `["a"]["b"]`.
 ///
 /// Flattens every dict, including instances of `OrderedDict`, `defaultdict` and `Counter`, and
-/// every list that contains a tensor or a dict at any depth of lists. Empty dicts vanish. Tuples
-/// are leaves, and so is a dict with a key whose text depends on its class. A root that is not a
-/// dict is the only entry, [`ROOT_KEY`].
+/// every list that contains a tensor or a dict at any depth of lists. Empty dicts are leaves, unlike
+/// in PyTorch, where they vanish and an optimizer without state cannot be loaded again. Tuples are
+/// leaves, and so is a dict with a key whose text depends on its class. A root that is not a dict is
+/// the only entry, [`ROOT_KEY`].
 pub(super) fn flatten(pickle: &Pickle<'_>) -> Result<Leaves, FormatError> {
     let size = pickle.node_count().saturating_add(pickle.reference_count());
     let names = pickle.byte_len().saturating_mul(NAMES_PER_BYTE).saturating_add(NAMES_MIN);
@@ -169,7 +170,7 @@ impl<'p, 'a> Walk<'p, 'a> {
                 return Err(self.bad(problem));
             }
             self.path.push(step);
-            match self.descend(node)? {
+            match self.descend(node)?.filter(|level| !level.as_slice().is_empty()) {
                 Some(level) => {
                     self.spend(1)?;
                     levels.push(level);

@@ -2,7 +2,7 @@
 
 use dcp_conformance::MemoryStorage;
 use dcp_core::storage::PutMode;
-use dcp_core::{Payload, Storage};
+use dcp_core::{Key, Payload, Storage};
 use dcp_formats::hf::{HfLayout, HfPart, HfWriteOptions, write_folder};
 use dcp_testing::block_on;
 use proptest::prelude::*;

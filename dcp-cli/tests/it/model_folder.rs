@@ -1,0 +1,277 @@
+//! What a Hugging Face model consists of besides its listed weights, and what a cast leaves.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::support::{Run, dcp, path};
+
+/// Writes a safetensors file of tensors of zeros: name, dtype, bytes of an element, shape.
+fn weights(file: &Path, tensors: &[(&str, &str, usize, &[usize])], texts: &Value) {
+    let mut header = serde_json::Map::new();
+    if !texts.is_null() || file.ends_with("null.safetensors") {
+        header.insert("__metadata__".to_owned(), texts.clone());
+    }
+    let mut end = 0;
+    for (name, dtype, size, shape) in tensors {
+        let len = shape.iter().product::<usize>() * size;
+        header.insert(
+            (*name).to_owned(),
+            json!({"dtype": dtype, "shape": shape, "data_offsets": [end, end + len]}),
+        );
+        end += len;
+    }
+    let header = Value::Object(header).to_string();
+    let len = (header.len() as u64).to_le_bytes();
+    fs::write(file, [&len[..], header.as_bytes(), &vec![0; end]].concat()).unwrap();
+}
+
+fn dtypes(checkpoint: &str) -> BTreeMap<String, String> {
+    let all = dcp(["inspect", checkpoint, "--json"]).json();
+    let keys = all["keys"].as_object().unwrap().iter();
+    let dtype = |key: &Value| key["dtype"].as_str().unwrap_or_default().to_owned();
+    keys.map(|(name, key)| (name.clone(), dtype(key))).collect()
+}
+
+fn said(run: &Run, text: &str) {
+    assert!(run.code == 0 && run.stderr.contains(text), "{text:?} is not in\n{}", run.stderr);
+}
+
+#[test]
+fn everything_but_weights_and_state_goes_with_a_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let files = [
+        "config.json",
+        "tokenizer.json",
+        "hf_quant_config.json",
+        "sentencepiece.bpe.model",
+        "source.spm",
+        "tekken.json",
+        "qwen.tiktoken",
+        "video_preprocessor_config.json",
+        "adapter_config.json",
+        "modeling_x.py",
+        "1_Pooling/config.json",
+        "additional_chat_templates/a.jinja",
+    ];
+    let left = [
+        "optimizer.pt",
+        "trainer_state.json",
+        "training_args.bin",
+        "rng_state_0.pth",
+        "other.safetensors.index.fp16.json",
+        "onnx/model.onnx",
+        ".gitattributes",
+    ];
+    for name in files.iter().chain(&left) {
+        let file = folder.path().join("model").join(name);
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        fs::write(file, "{}").unwrap();
+    }
+    let model = folder.path().join("model/model.safetensors");
+    weights(&model, &[("w", "F32", 4, &[2])], &Value::Null);
+    let (from, copy, of_config) = (at("model"), at("copy"), at("of_config"));
+    let run = dcp(["convert", &from, &copy, "--to=hf"]);
+    for name in ["modeling_x.py", "1_Pooling/config.json"] {
+        said(&run, name);
+    }
+    said(&run, "not copying onnx/, optimizer.pt, ");
+    let file = format!("{from}/model.safetensors");
+    for config in [from.clone(), format!("{from}/config.json")] {
+        dcp(["convert", &file, &of_config, "--to=hf", "--overwrite", "--config", &config]).ok();
+    }
+    for made in ["copy", "of_config"] {
+        for name in files {
+            assert!(folder.path().join(made).join(name).is_file(), "{made} {name}");
+        }
+        for name in left {
+            assert!(!folder.path().join(made).join(name).exists(), "{made} {name}");
+        }
+    }
+    dcp(["convert", &file, &at("x"), "--to=hf", "--config", &file]).fails(2, &["is a file"]);
+}
+
+#[test]
+fn the_configuration_says_the_dtype_of_a_cast() {
+    let folder = tempfile::tempdir().unwrap();
+    let (from, to) = (folder.path().join("a"), folder.path().join("b"));
+    fs::create_dir(&from).unwrap();
+    weights(&from.join("model.safetensors"), &[("w", "F32", 4, &[2])], &Value::Null);
+    fs::write(from.join("config.json"), r#"{"torch_dtype":"float32"}"#).unwrap();
+    dcp(["convert", &path(&folder, "a"), &path(&folder, "b"), "--to=hf", "--dtype=bf16"]).ok();
+    let config: Value = serde_json::from_slice(&fs::read(to.join("config.json")).unwrap()).unwrap();
+    assert_eq!(config["torch_dtype"], "bfloat16");
+}
+
+#[test]
+fn a_tensor_that_the_index_does_not_list_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    fs::create_dir(at("m")).unwrap();
+    let name = "model-00001-of-00001.safetensors";
+    let two: [(&str, &str, usize, &[usize]); 2] = [("a", "F32", 4, &[2]), ("b", "F32", 4, &[2])];
+    weights(&folder.path().join("m").join(name), &two, &Value::Null);
+    let index = json!({"metadata": {}, "weight_map": {"b": name}}).to_string();
+    fs::write(folder.path().join("m/model.safetensors.index.json"), index).unwrap();
+    dcp(["convert", &at("m"), &at("o.safetensors")]).ok();
+    assert_eq!(dtypes(&at("o.safetensors")).len(), 2);
+    let report = dcp(["verify", &at("m"), "--json"]).json();
+    let note = report["notes"][0].as_str().unwrap();
+    assert!(note.starts_with("1 tensor that the index does not name"), "{note}");
+}
+
+/// `save_pretrained(variant="fp16")` writes such names.
+#[test]
+fn a_folder_of_one_variant_is_its_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    fs::create_dir(at("m")).unwrap();
+    let mut map = serde_json::Map::new();
+    for shard in 1..=2 {
+        let name = format!("model.fp16-0000{shard}-of-00002.safetensors");
+        let tensor = format!("w{shard}");
+        weights(&folder.path().join("m").join(&name), &[(&tensor, "F16", 2, &[2])], &Value::Null);
+        map.insert(tensor, name.into());
+    }
+    let index = json!({"metadata": {"total_size": 8}, "weight_map": map}).to_string();
+    fs::write(folder.path().join("m/model.safetensors.index.fp16.json"), index).unwrap();
+    let report = dcp(["verify", &at("m"), "--json"]).json();
+    assert_eq!((&report["ok"], &report["notes"]), (&json!(true), &json!([])));
+    dcp(["convert", &at("m"), &at("o.safetensors")]).ok();
+    assert_eq!(dtypes(&at("o.safetensors")).len(), 2);
+}
+
+#[test]
+fn the_texts_of_a_safetensors_file_are_copied() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let texts = json!({"format": "pt", "ss_network_dim": "32", "modelspec.title": "x"});
+    weights(&folder.path().join("a.safetensors"), &[("w", "F32", 4, &[2])], &texts);
+    dcp(["convert", &at("a.safetensors"), &at("b.safetensors"), "--dtype=bf16"]).ok();
+    dcp(["convert", &at("a.safetensors"), &at("c"), "--to=hf", "--rename=s/w/v/"]).ok();
+    for file in ["b.safetensors", "c/model.safetensors"] {
+        let bytes = fs::read(folder.path().join(file)).unwrap();
+        let len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let header: Value = serde_json::from_slice(&bytes[8..8 + len]).unwrap();
+        assert_eq!(header["__metadata__"], texts, "{file}");
+    }
+    weights(&folder.path().join("null.safetensors"), &[("w", "F32", 4, &[2])], &Value::Null);
+    dcp(["convert", &at("null.safetensors"), &at("d.safetensors")]).ok();
+}
+
+#[test]
+fn a_cast_leaves_scales_of_any_scheme() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let tensors: [(&str, &str, usize, &[usize]); 10] = [
+        ("w.weight", "F8_E4M3", 1, &[4, 4]),
+        ("w.weight_scale", "F32", 4, &[]),
+        ("w.input_scale", "F32", 4, &[]),
+        ("w.bias", "F32", 4, &[4]),
+        ("q.weight", "U8", 1, &[8, 1]),
+        ("q.weight.absmax", "F32", 4, &[4]),
+        ("q.weight.quant_map", "F32", 4, &[16]),
+        ("p.weight", "BF16", 2, &[4, 1]),
+        ("p.weight.absmax", "F32", 4, &[4]),
+        ("layers.0.moe.expert_bias", "F32", 4, &[4]),
+    ];
+    weights(&folder.path().join("a.safetensors"), &tensors, &Value::Null);
+    let convert = ["convert", &at("a.safetensors"), &at("b.safetensors"), "--dtype=f16"];
+    dcp(convert).ok();
+    let (mut expected, found) = (dtypes(&at("a.safetensors")), dtypes(&at("b.safetensors")));
+    expected.insert("w.bias".to_owned(), "float16".to_owned());
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn schemes_that_are_not_read_are_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let method = |method: &str, format: &str| {
+        let config = json!({"quantization_config": {"quant_method": method, "format": format}});
+        fs::write(folder.path().join("m/config.json"), config.to_string()).unwrap();
+    };
+    fs::create_dir(at("m")).unwrap();
+    let model = folder.path().join("m/model.safetensors");
+    let convert = ["convert", &at("m"), &at("o"), "--to=hf", "--dequantize=bf16"];
+    let of_channels: [(&str, &str, usize, &[usize]); 2] =
+        [("w.weight", "F8_E4M3", 1, &[4, 4]), ("w.weight_scale", "F32", 4, &[4, 1])];
+    weights(&model, &of_channels, &Value::Null);
+    method("compressed-tensors", "float-quantized");
+    dcp(convert).fails(2, &["w.weight_scale", "compressed-tensors (float-quantized)"]);
+    let gptq: [(&str, &str, usize, &[usize]); 2] =
+        [("w.qweight", "I32", 4, &[4, 4]), ("w.scales", "F16", 2, &[1, 4])];
+    weights(&model, &gptq, &Value::Null);
+    fs::write(folder.path().join("m/config.json"), "{}").unwrap();
+    dcp(convert).fails(2, &["w.scales", "--dequantize does not read"]);
+    weights(&model, &[("w", "F32", 4, &[4])], &Value::Null);
+    dcp(convert).fails(2, &["--dequantize finds nothing quantized"]);
+    // One scale for all of a weight.
+    let whole: [(&str, &str, usize, &[usize]); 2] =
+        [("w.weight", "F8_E4M3", 1, &[4, 4]), ("w.weight_scale_inv", "F32", 4, &[])];
+    weights(&model, &whole, &Value::Null);
+    dcp(convert).ok();
+    assert_eq!(dtypes(&at("o")), BTreeMap::from([("w.weight".into(), "bfloat16".into())]));
+}
+
+/// transformers opens a folder without any of its names with random weights.
+#[test]
+fn names_of_another_family_than_the_configuration_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    fs::create_dir(at("config")).unwrap();
+    fs::write(folder.path().join("config/config.json"), r#"{"model_type":"llama"}"#).unwrap();
+    let (file, config) = (at("a.safetensors"), at("config"));
+    let convert = ["convert", &file, &at("o"), "--to=hf", "--overwrite", "--config", &config];
+    let titan: [(&str, &str, usize, &[usize]); 2] = [
+        ("layers.0.attention.wq.weight", "F32", 4, &[2, 2]),
+        ("tok_embeddings.weight", "F32", 4, &[2]),
+    ];
+    weights(file.as_ref(), &titan, &Value::Null);
+    dcp(convert).fails(2, &["config.json is of Llama", "layers.0.attention.wq.weight"]);
+    for name in ["model.layers.0.self_attn.o_proj.weight", "layers.0.self_attn.o_proj.weight"] {
+        weights(file.as_ref(), &[(name, "F32", 4, &[2, 2])], &Value::Null);
+        dcp(convert).ok();
+    }
+}
+
+#[test]
+fn options_that_change_nothing_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = path(&folder, "o");
+    let state = "../torch_save/states/app.pt";
+    let plain = "all_dtypes";
+    for (command, text) in [
+        (&["convert", state, &out, "--to=hf", "--optimizer-layout=flat"][..], "--optimizer-layout"),
+        (&["convert", plain, &out, "--to=dcp", "--optimizer-layout=flat"], "--optimizer-layout"),
+        (
+            &["convert", state, &out, "--to=torch-dist", "--config", "."],
+            "--config is for a mapping",
+        ),
+        (&["convert", state, &out, "--to=torch-dist", "--pp=2"], "--pp divides"),
+        (&["convert", state, &out, "--to=torch-dist", "--ep=2"], "--ep divides"),
+        (
+            &["convert", "../megatron/run_torch_dist_dp2", &out, "--to=hf", "--repair-optimizer"],
+            "--repair-optimizer is for the optimizer, which is not written",
+        ),
+        (
+            &[
+                "average",
+                state,
+                state,
+                "--out",
+                &out,
+                "--to=dcp",
+                "--include=*.param_groups",
+                "--non-float=first",
+            ],
+            "the average computes nothing",
+        ),
+    ] {
+        dcp(["-q"].iter().chain(command)).fails(2, &[text]);
+        assert!(!folder.path().join("o").exists(), "{command:?}");
+    }
+}

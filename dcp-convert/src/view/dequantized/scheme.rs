@@ -1,0 +1,51 @@
+//! Refuses quantized models whose scheme is not read.
+
+use dcp_core::storage::StorageExt;
+use dcp_core::{CheckpointError, Key, StorageError, StorageErrorKind};
+
+use super::Dequantized;
+use crate::cast::exact_tensors;
+use crate::error::ConvertError;
+use crate::source::Source;
+
+/// The maximum size of a model's configuration, in bytes.
+const CONFIG_MAX: u64 = 16 << 20;
+
+/// Refuses a model of which nothing becomes plain numbers, or not all.
+pub(super) fn refuse_unread(
+    view: &Dequantized,
+    unwraps: bool,
+    method: Option<&str>,
+) -> Result<(), ConvertError> {
+    const READ: &str = "8-bit floats with weight_scale_inv, MXFP4 with _blocks and _scales, and classes \
+                        of torchao become plain numbers";
+    let exact = exact_tensors(&view.metadata);
+    let of = method.map_or_else(String::new, |method| format!(" of {method}"));
+    if let Some(scales) = exact.scales() {
+        let problem =
+            format!("has scales of a quantization{of} that --dequantize does not read: {READ}");
+        return Err(ConvertError::not_storable(scales, problem));
+    }
+    if unwraps || view.entries.iter().any(|shown| shown.weight.is_some()) {
+        return Ok(());
+    }
+    let problem = match method {
+        Some(method) => format!("does not read the quantization {method}: {READ}"),
+        None => format!("finds nothing quantized: {READ}"),
+    };
+    Err(ConvertError::invalid_option("--dequantize", problem))
+}
+
+/// The name of the model's configuration.
+pub(super) const CONFIG: &str = "config.json";
+
+/// The content of the model's configuration, if it has one.
+pub(super) async fn config_of(source: &Source) -> Result<Option<Vec<u8>>, CheckpointError> {
+    let key = Key::new(CONFIG).map_err(StorageError::from)?;
+    let byte_len = match source.storage.stat(&key).await {
+        Ok(meta) => meta.byte_len.min(CONFIG_MAX),
+        Err(error) if error.kind() == StorageErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    Ok(Some(source.storage.read_range(&key, 0..byte_len).await?.to_vec()))
+}

@@ -1,15 +1,15 @@
 //! Bounds of what a server answers.
 
-use std::fmt;
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::StreamExt;
 use futures_util::stream::BoxStream;
 use http_body_util::{BodyExt, Limited};
-use object_store::client::{HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody};
+use object_store::client::{HttpError, HttpRequest, HttpResponse, HttpResponseBody};
 
-use crate::inner::ObjectRead;
+use crate::object_read::ObjectRead;
+use crate::refused::Refused;
 use crate::strange_keys;
 
 /// The longest answer that is read whole, in bytes: a list of 5000 blobs whose names have 1024
@@ -22,33 +22,18 @@ const ERROR_BYTES_MAX: usize = 64 << 10;
 /// How long the body of an error is waited for.
 const ERROR_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// Why an answer is not read, or a redirect not followed. Another attempt gets the same.
-#[derive(Debug)]
-pub(crate) struct Refused(String);
-
-impl Refused {
-    pub(crate) fn error(reason: impl Into<String>) -> HttpError {
-        HttpError::new(HttpErrorKind::Unknown, Self(reason.into()))
-    }
-}
-
-impl fmt::Display for Refused {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Refused {}
-
 /// An answer whose body has a bound: the beginning of an error, and the longest list of any
 /// provider. The body of an object is read piece by piece, up to the bytes that are needed.
-pub(crate) async fn bounded(answer: HttpResponse, asked: Asked) -> Result<HttpResponse, HttpError> {
+pub(crate) async fn bounded(
+    answer: HttpResponse,
+    subject: Subject,
+) -> Result<HttpResponse, HttpError> {
     let (parts, body) = answer.into_parts();
     if parts.status.is_client_error() || parts.status.is_server_error() {
         let text = beginning(body.bytes_stream()).await;
         return Ok(HttpResponse::from_parts(parts, text.into()));
     }
-    if asked == Asked::Object {
+    if subject == Subject::Object {
         return Ok(HttpResponse::from_parts(parts, body));
     }
     let body =
@@ -57,7 +42,7 @@ pub(crate) async fn bounded(answer: HttpResponse, asked: Asked) -> Result<HttpRe
             Err(_) => Refused::error(format!("the answer has more than {WHOLE_BYTES_MAX} bytes")),
         });
     let body = HttpResponseBody::new(body);
-    if asked != Asked::List {
+    if subject != Subject::List {
         return Ok(HttpResponse::from_parts(parts, body));
     }
     let list = body.bytes().await?;
@@ -68,7 +53,7 @@ pub(crate) async fn bounded(answer: HttpResponse, asked: Asked) -> Result<HttpRe
 
 /// The subject of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Asked {
+pub(crate) enum Subject {
     /// An object, whose body is read piece by piece.
     Object,
     /// A list of objects.
@@ -77,7 +62,7 @@ pub(crate) enum Asked {
     Other,
 }
 
-impl Asked {
+impl Subject {
     pub(crate) fn of(request: &HttpRequest) -> Self {
         let query = request.uri().query().unwrap_or_default();
         match request.extensions().get::<ObjectRead>() {

@@ -1,17 +1,12 @@
 //! The client of a store's connections. It follows no redirect and sends no referrer; what is done
 //! with a redirect is in `redirect`.
 
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
-use std::sync::Arc;
 use std::time::Duration;
 
-use dashmap::DashSet;
 use object_store::{ClientConfigKey as Setting, ClientOptions, Error, Result};
-use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use reqwest::{Certificate, Client, ClientBuilder, NoProxy, Proxy, redirect};
 
-use crate::redirect::Reach;
-use crate::retry::random;
+use crate::addresses::{Addresses, Resolver};
 
 const STORE: &str = "HTTP client";
 
@@ -123,71 +118,9 @@ impl Settings<'_> {
     }
 }
 
-/// The names to which only a redirect has led. No address of the machine or of its links is one of
-/// theirs.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Addresses(Arc<DashSet<String>>);
-
-impl Addresses {
-    /// Notes that a redirect led to a host.
-    pub(crate) fn note_redirect_to(&self, host: &str) {
-        self.0.insert(host.to_owned());
-    }
-
-    fn allow(&self, host: &str, address: IpAddr) -> bool {
-        Reach::of(address) == Reach::Beyond || !self.0.contains(host)
-    }
-}
-
-/// Resolves names, in any order so that the addresses of a store share its load.
-struct Resolver {
-    addresses: Addresses,
-    is_shuffled: bool,
-}
-
-impl Resolve for Resolver {
-    fn resolve(&self, name: Name) -> Resolving {
-        let (addresses, is_shuffled) = (self.addresses.clone(), self.is_shuffled);
-        Box::pin(async move {
-            let host = name.as_str().to_owned();
-            let resolve = move || resolve(&host, &addresses, is_shuffled);
-            let found = tokio::task::spawn_blocking(resolve).await??;
-            Ok(Box::new(found.into_iter()) as Addrs)
-        })
-    }
-}
-
-fn resolve(
-    host: &str,
-    addresses: &Addresses,
-    is_shuffled: bool,
-) -> std::io::Result<Vec<SocketAddr>> {
-    let mut found: Vec<_> = (host, 0).to_socket_addrs()?.collect();
-    let all = found.len();
-    found.retain(|address| addresses.allow(host, address.ip()));
-    if found.is_empty() && all > 0 {
-        let reason = "a redirect leads to a name of this machine or of its link";
-        return Err(std::io::Error::new(std::io::ErrorKind::PermissionDenied, reason));
-    }
-    if is_shuffled && !found.is_empty() {
-        let by = random() % found.len() as u64;
-        found.rotate_left(by as usize);
-    }
-    Ok(found)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_name_that_only_a_redirect_has_is_no_address_of_this_machine() {
-        let addresses = Addresses::default();
-        assert!(!resolve("localhost", &addresses, true).unwrap().is_empty());
-        addresses.note_redirect_to("localhost");
-        let error = resolve("localhost", &addresses, true).unwrap_err();
-        assert!(error.to_string().contains("redirect"), "{error}");
-    }
 
     #[test]
     fn a_setting_that_cannot_be_read_is_named() {

@@ -183,7 +183,7 @@ fn is_transport(error: &Error) -> bool {
     while let Some(error) = next {
         #[cfg(feature = "net")]
         if let Some(error) = error.downcast_ref::<object_store::client::HttpError>() {
-            return !error.source().is_some_and(|source| source.is::<crate::answer::Refused>());
+            return !error.source().is_some_and(|source| source.is::<crate::refused::Refused>());
         }
         if error.is::<std::io::Error>() {
             return true;

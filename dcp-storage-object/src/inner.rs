@@ -8,11 +8,12 @@ use dcp_core::error::StorageOp as Op;
 use dcp_core::storage::{Capabilities, ObjectMeta, Version};
 use dcp_core::{Key, StorageError, StorageErrorKind as Kind};
 use object_store::path::Path;
-use object_store::{GetOptions, GetResult, ObjectStore};
+use object_store::{GetResult, ObjectStore};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::error::Failure;
 use crate::native::{Completion, OpenUploads, Replacement};
+use crate::object_read::get_options;
 use crate::path::Prefix;
 use crate::provider::Provider;
 use crate::retry::{Attempts, RetryPolicy};
@@ -22,18 +23,6 @@ pub(crate) const PERMIT_BYTES: u64 = 4096;
 
 /// What the version of an object without an ETag begins with.
 pub(crate) const MODIFIED: &str = "modified-";
-
-/// Marks a request in its extensions: its answer is an object, which is read piece by piece up to the
-/// bytes that are needed. Any other answer is read whole.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ObjectRead;
-
-/// The options of a request for an object.
-pub(crate) fn get_options() -> GetOptions {
-    let mut options = GetOptions::new();
-    options.extensions.insert(ObjectRead);
-    options
-}
 
 /// A store, and how it is used.
 pub(crate) struct Inner {

@@ -1,6 +1,8 @@
 #![doc = include_str!("../README.md")]
 
 #[cfg(feature = "net")]
+mod addresses;
+#[cfg(feature = "net")]
 mod answer;
 #[cfg(feature = "net")]
 mod client;
@@ -9,6 +11,7 @@ mod inner;
 mod leftovers;
 mod list;
 mod native;
+mod object_read;
 mod opener;
 mod path;
 mod provider;
@@ -16,6 +19,8 @@ mod rate;
 mod read;
 #[cfg(feature = "net")]
 mod redirect;
+#[cfg(feature = "net")]
+mod refused;
 mod retry;
 mod runs;
 #[cfg(feature = "net")]

@@ -16,7 +16,8 @@ use object_store::path::Path;
 use tokio::time::{sleep, timeout, timeout_at};
 
 use crate::error::Failure;
-use crate::inner::{Inner, MODIFIED, get_options};
+use crate::inner::{Inner, MODIFIED};
+use crate::object_read::get_options;
 use crate::rate::{Rate, time_for};
 use crate::retry::Attempts;
 use crate::runs::{Part, Run, runs};

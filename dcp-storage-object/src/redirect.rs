@@ -5,8 +5,6 @@
 //! redirected. Addresses of the machine and of its links are no targets, unless the URL of the
 //! request is one.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, ToSocketAddrs};
-
 use http::header::{
     ACCEPT, AUTHORIZATION, HeaderName, IF_MATCH, IF_MODIFIED_SINCE, IF_NONE_MATCH,
     IF_UNMODIFIED_SINCE, LOCATION, RANGE, USER_AGENT,
@@ -15,8 +13,8 @@ use http::{HeaderMap, Method, StatusCode};
 use object_store::client::{HttpClient, HttpError, HttpRequest, HttpRequestBody, HttpResponse};
 use reqwest::Url;
 
-use crate::answer::Refused;
-use crate::client::Addresses;
+use crate::addresses::{Addresses, Reach, resolved};
+use crate::refused::Refused;
 
 /// The number of redirects of one request that are followed.
 const REDIRECTS_MAX: usize = 10;
@@ -139,60 +137,9 @@ async fn is_within(host: &str, reach: Reach) -> bool {
     if let Some(known) = Reach::of_host(host) {
         return known == reach;
     }
-    let host = host.to_owned();
-    let resolve = move || (host, 0).to_socket_addrs().map(Vec::from_iter);
-    match tokio::task::spawn_blocking(resolve).await {
-        Ok(Ok(found)) => found.iter().any(|address| Reach::of(address.ip()) == reach),
-        _ => false,
-    }
+    let found = resolved(host).await.unwrap_or_default();
+    found.iter().any(|address| Reach::of(address.ip()) == reach)
 }
-
-/// How far away an address is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reach {
-    /// The machine itself.
-    Machine,
-    /// A link of the machine, where servers of credentials are.
-    Link,
-    /// Any other address.
-    Beyond,
-}
-
-impl Reach {
-    pub(crate) fn of(address: IpAddr) -> Self {
-        match address {
-            IpAddr::V4(address) => Self::of_v4(address),
-            IpAddr::V6(address) => match address.to_ipv4() {
-                // ::1 has the form of an IPv4 address too.
-                _ if address == Ipv6Addr::LOCALHOST => Self::Machine,
-                Some(address) => Self::of_v4(address),
-                None if address.is_unicast_link_local() || address == CREDENTIALS_V6 => Self::Link,
-                None => Self::Beyond,
-            },
-        }
-    }
-
-    fn of_v4(address: Ipv4Addr) -> Self {
-        match address {
-            _ if address.is_loopback() || address.octets()[0] == 0 => Self::Machine,
-            _ if address.is_link_local() => Self::Link,
-            _ => Self::Beyond,
-        }
-    }
-
-    /// The reach of a host that is an address or `localhost`; `None` for another name.
-    fn of_host(host: &str) -> Option<Self> {
-        let address = host.trim_start_matches('[').trim_end_matches(']');
-        if let Ok(address) = address.parse() {
-            return Some(Self::of(address));
-        }
-        let host = host.trim_end_matches('.');
-        (host == "localhost" || host.ends_with(".localhost")).then_some(Self::Machine)
-    }
-}
-
-/// Where instances of AWS have their credentials from.
-const CREDENTIALS_V6: Ipv6Addr = Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254);
 
 #[cfg(test)]
 mod tests {

@@ -15,8 +15,8 @@ use object_store::client::{
 };
 use object_store::{ClientOptions, Result};
 
-use crate::answer::Asked;
-use crate::client::Addresses;
+use crate::addresses::Addresses;
+use crate::answer::Subject;
 use crate::{answer, client, redirect};
 
 /// The longest pause that an answer can request.
@@ -80,13 +80,13 @@ impl HttpService for Service {
                 })?;
             }
         }
-        let asked = Asked::of(&request);
+        let subject = Subject::of(&request);
         let answer = redirect::execute(&self.client, &self.addresses, request).await?;
         if let Some(pause) = pause_of(&answer) {
             tracing::debug!(?pause, "the store requests a pause");
             tokio::time::sleep(pause).await;
         }
-        answer::bounded(answer, asked).await
+        answer::bounded(answer, subject).await
     }
 }
 

@@ -14,8 +14,9 @@ use object_store::{CopyMode, CopyOptions, MultipartUpload, PutResult};
 use tokio::runtime::Handle;
 
 use crate::error::Failure;
-use crate::inner::{Inner, get_options};
+use crate::inner::Inner;
 use crate::native::Completion;
+use crate::object_read::get_options;
 use crate::path::upload_path;
 use crate::retry::Attempts;
 use crate::write::{Mark, missing_is_conflict};

@@ -25,7 +25,7 @@ impl Way {
 }
 
 /// The variables with a prefix, and behind them the options. `object_store` uses the first way to
-/// have credentials that it knows, so where options have one, variables of another are left out.
+/// have credentials that is set, so where options have one, variables of another are left out.
 ///
 /// # Errors
 ///

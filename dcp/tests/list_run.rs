@@ -26,12 +26,16 @@ fn fill(storage: &Arc<dyn Storage>, files: &[(&str, &str)]) {
         let key = Key::new(name).unwrap();
         let content = match *content {
             "EMPTY" => include_bytes!("../../fixtures/pytorch/state_empty/.metadata").to_vec(),
+            "TORCH" => TORCH.to_vec(),
+            "TENSORS" => b"\x02\0\0\0\0\0\0\0{}".to_vec(),
             content => content.as_bytes().to_vec(),
         };
         block_on(storage.put(&key, content.into(), PutMode::Create)).unwrap();
     }
 }
 
+/// A whole file of torch.save.
+const TORCH: &[u8] = include_bytes!("../../fixtures/torch_save/tied/model.pt");
 const NOTE: &str = r#"{"ephemeral": true, "version": "3.0.0"}"#;
 
 fn short(entry: &RunEntry) -> (&str, &str, Option<bool>, Option<&str>) {
@@ -42,16 +46,16 @@ fn short(entry: &RunEntry) -> (&str, &str, Option<bool>, Option<&str>) {
 fn a_run_of_olmo() {
     let listing = run(&[
         ("step10/.metadata.json", NOTE),
-        ("step10/train/rank0.pt", "12345"),
+        ("step10/train/rank0.pt", "TORCH"),
         ("step10/model_and_optim/.metadata", "EMPTY"),
         ("step9/.metadata.json", r#"{"ephemeral": false, "version": "3.0.0"}"#),
-        ("step9/train/rank0.pt", ""),
+        ("step9/train/rank0.pt", "TORCH"),
         ("step9/model_and_optim/.metadata", "EMPTY"),
         // An asynchronous save that failed.
         ("step11/.metadata.json", NOTE),
-        ("step11/train/rank0.pt", ""),
+        ("step11/train/rank0.pt", "TORCH"),
         ("step11/model_and_optim/__0_0.distcp", "123"),
-        ("step12-tmp/train/rank0.pt", ""),
+        ("step12-tmp/train/rank0.pt", "TORCH"),
         ("step12-tmp/model_and_optim/__0_0.distcp", "123"),
         ("logs/train.log", ""),
         ("config.yaml", ""),
@@ -71,7 +75,7 @@ fn a_run_of_olmo() {
     let step10 = &listing.entries[1];
     assert_eq!((step10.ephemeral, step10.version.as_deref()), (Some(true), Some("3.0.0")));
     assert_eq!((step10.step, step10.files), (Some(10), 3));
-    assert_eq!(step10.bytes, 5 + 345 + NOTE.len() as u64);
+    assert_eq!(step10.bytes, (TORCH.len() + 345 + NOTE.len()) as u64);
     assert_eq!(listing.entries[0].ephemeral, Some(false));
     assert!(listing.entries[2].problem.as_ref().unwrap().contains("although"));
 }
@@ -83,11 +87,11 @@ fn runs_of_other_trainers() {
         ("step_2/__0_0.distcp", "12"),
         ("step_10/__0_0.distcp", "12"),
         ("checkpoint-100/model-00001-of-00002.safetensors", ""),
-        ("checkpoint-100/optimizer.pt", ""),
-        ("checkpoint-200/model.safetensors", ""),
+        ("checkpoint-100/optimizer.pt", "TORCH"),
+        ("checkpoint-200/model.safetensors", "TENSORS"),
         ("checkpoint-300/pytorch_model_fsdp_0/.metadata", "EMPTY"),
         ("checkpoint-300/optimizer_0/.metadata", "EMPTY"),
-        ("last.pt", "PK\u{3}\u{4}…PK\u{5}\u{6}"),
+        ("last.pt", "TORCH"),
         ("notes.pt", "text"),
         ("README.md", ""),
     ]);
@@ -111,11 +115,11 @@ fn runs_of_other_trainers() {
 fn megatron_says_itself_what_is_finished() {
     let listing = run(&[
         ("latest_checkpointed_iteration.txt", "100\n"),
-        ("iter_0000050/mp_rank_00/model_optim_rng.pt", ""),
+        ("iter_0000050/mp_rank_00/model_optim_rng.pt", "TORCH"),
         ("iter_0000100/metadata.json", r#"{"sharded_backend": "torch_dist"}"#),
-        ("iter_0000100/common.pt", "PK\u{3}\u{4}…PK\u{5}\u{6}"),
+        ("iter_0000100/common.pt", "TORCH"),
         ("iter_0000100/.metadata", "EMPTY"),
-        ("iter_0000150/mp_rank_00/model_optim_rng.pt", ""),
+        ("iter_0000150/mp_rank_00/model_optim_rng.pt", "TORCH"),
     ]);
     let complete: Vec<_> = listing.entries.iter().map(|entry| entry.complete).collect();
     assert_eq!(complete, [Some(true), Some(true), Some(false)]);
@@ -126,8 +130,8 @@ fn megatron_says_itself_what_is_finished() {
 
     let released = run(&[
         ("latest_checkpointed_iteration.txt", "release"),
-        ("iter_0000050/mp_rank_00/model_optim_rng.pt", ""),
-        ("release/mp_rank_00/model_optim_rng.pt", ""),
+        ("iter_0000050/mp_rank_00/model_optim_rng.pt", "TORCH"),
+        ("release/mp_rank_00/model_optim_rng.pt", "TORCH"),
     ]);
     assert_eq!(released.latest.as_deref(), Some("release"));
 }
@@ -142,7 +146,7 @@ fn a_checkpoint_itself_is_listed_as_the_directory() {
     );
     let step = run(&[
         (".metadata.json", NOTE),
-        ("train/rank0.pt", ""),
+        ("train/rank0.pt", "TORCH"),
         ("model_and_optim/.metadata", "EMPTY"),
     ]);
     let shown: Vec<_> = step.entries.iter().map(short).collect();
@@ -151,7 +155,7 @@ fn a_checkpoint_itself_is_listed_as_the_directory() {
     assert!(run(&[]).entries.is_empty());
 }
 
-/// Only the notes of steps are read, whatever the checkpoints hold.
+/// Notes, indexes, headers and directories are read, whatever the checkpoints hold.
 #[test]
 fn checkpoints_are_not_read() {
     let memory: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
@@ -161,11 +165,11 @@ fn checkpoints_are_not_read() {
         &[
             ("step1/.metadata.json", NOTE),
             ("step1/train/rank0.pt", &large),
-            ("step1/model_and_optim/.metadata", &large),
+            ("step1/model_and_optim/.metadata", "EMPTY"),
             ("step1/model_and_optim/__0_0.distcp", &large),
             ("x.pt", &large),
             ("step2/.metadata.json", &large),
-            ("step2/model_and_optim/.metadata", &large),
+            ("step2/model_and_optim/.metadata", "EMPTY"),
         ],
     );
     let counting = CountingStorage::new(memory);
@@ -173,7 +177,8 @@ fn checkpoints_are_not_read() {
     let listing = list_run(&storage);
     assert_eq!(listing.entries.len(), 2);
     // Of a file of torch.save its first bytes.
-    assert_eq!(counting.counts().bytes_read, NOTE.len() as u64 + 64);
+    let indexes = 2 * 345;
+    assert_eq!(counting.counts().bytes_read, NOTE.len() as u64 + 64 + 512 + indexes);
 }
 
 /// The files of a fixture that is a checkpoint, below `name`.
@@ -215,7 +220,7 @@ fn what_an_index_names_must_be_there() {
     put("whole.pt", &whole);
     let index = br#"{"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}"#;
     put("step9/model.safetensors.index.json", index);
-    put("step9/x.safetensors", b"");
+    put("step9/x.safetensors", b"\x02\0\0\0\0\0\0\0{}");
     put("step10/.metadata", &[0; 1 << 20]);
     let listing = list_run(&storage);
     let problem = |name: &str| {
@@ -230,8 +235,8 @@ fn what_an_index_names_must_be_there() {
         ("step5", "__0_0.distcp has 100 bytes"),
         ("step6", "model-00002-of-00003.safetensors is missing"),
         ("step7", "the .metadata cannot be read"),
-        ("step8.pt", "the end of the file is missing"),
-        ("step10", "there are no data files"),
+        ("step8.pt", "step8.pt was cut short"),
+        ("step10", "the .metadata cannot be read"),
         ("step9", "y.safetensors is missing"),
     ] {
         assert!(problem(name).is_some_and(|problem| problem.contains(said)), "{:?}", problem(name));
@@ -256,7 +261,7 @@ fn a_run_of_a_hundred_steps_is_listed_with_few_requests() {
         for step in 1..=100 {
             put_fixture(&storage, &format!("step{step}{inner}"), fixture, &[]);
             if !inner.is_empty() {
-                let (note, rank) = (format!("step{step}/.metadata.json"), "x".repeat(step % 7));
+                let (note, rank) = (format!("step{step}/.metadata.json"), "x".repeat(step % 7 + 1));
                 fill(&storage, &[(&*note, NOTE), (&*format!("step{step}/train/rank0.pt"), &*rank)]);
             }
         }
@@ -281,7 +286,7 @@ fn a_step_with_other_files_is_examined_itself() {
         put_fixture(&storage, &format!("olmo{step}/model_and_optim"), olmo, without);
         let (note, rank) =
             (format!("olmo{step}/.metadata.json"), format!("olmo{step}/train/rank0.pt"));
-        fill(&storage, &[(&*note, NOTE), (&*rank, "")]);
+        fill(&storage, &[(&*note, NOTE), (&*rank, "TORCH")]);
     }
     let key = Key::new("step4/__0_0.distcp").unwrap();
     block_on(storage.put(&key, vec![0; 100].into(), PutMode::Overwrite)).unwrap();
@@ -325,9 +330,9 @@ fn the_folders_of_a_checkpoint_are_examined() {
         &storage,
         &[
             ("nemo--step=6/weights/metadata.json", json),
-            ("nemo--step=6/weights/common.pt", "1"),
+            ("nemo--step=6/weights/common.pt", "TORCH"),
             // Its save did not come to its last step.
-            ("nemo--step=7/weights/common.pt", "1"),
+            ("nemo--step=7/weights/common.pt", "TORCH"),
         ],
     );
     let listing = list_run(&storage);
@@ -361,7 +366,7 @@ fn a_failed_look_leaves_what_is_known_to_be_incomplete() {
         &memory,
         &[
             ("step1/.metadata.json", NOTE),
-            ("step1/train/rank0.pt", ""),
+            ("step1/train/rank0.pt", "TORCH"),
             ("step1/model_and_optim/.metadata", "EMPTY"),
             ("step2/.metadata.json", NOTE),
             ("step2/model_and_optim/.metadata", "EMPTY"),

@@ -14,7 +14,7 @@ const HEAD_BYTES: u64 = 64;
 ///
 /// This is the one answer of `ls`, `prune`, `copy` and `verify`; RELIABILITY.md lists what each format
 /// needs. Of a checkpoint whose files are `known`, because another one with files of the same names and
-/// lengths was examined, only the beginning of each index is read.
+/// lengths was examined, only the beginning of its index is read.
 ///
 /// # Errors
 ///
@@ -40,20 +40,15 @@ pub async fn examine_checkpoint(
     Ok(examined)
 }
 
-/// The problem of an index that begins with zeros.
+/// The problem of an index that begins with zeros. One file is read: that of PyTorch's format where there
+/// is one, since frameworks build on it.
 async fn unwritten_index(
     format: &dyn CheckpointFormat,
     place: &Place,
 ) -> Result<Option<String>, StorageError> {
     let folder = place.listing().root();
-    // Frameworks build on an index of PyTorch's.
-    let landmarks = format.info().landmarks.iter().chain(DcpFormat.info().landmarks);
-    for landmark in landmarks {
-        let Some(file) = folder.file(landmark) else { continue };
-        let head = place.storage().read_range(&file.key, 0..file.byte_len.min(HEAD_BYTES)).await?;
-        if let Some(problem) = unwritten(&head) {
-            return Ok(Some(format!("{} {problem}", file.key)));
-        }
-    }
-    Ok(None)
+    let mut landmarks = DcpFormat.info().landmarks.iter().chain(format.info().landmarks);
+    let Some(file) = landmarks.find_map(|landmark| folder.file(landmark)) else { return Ok(None) };
+    let head = place.storage().read_range(&file.key, 0..file.byte_len.min(HEAD_BYTES)).await?;
+    Ok(unwritten(&head).map(|problem| format!("{} {problem}", file.key)))
 }

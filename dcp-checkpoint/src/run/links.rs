@@ -2,10 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirEntry};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::SystemTime;
 
+use dcp_core::error::StorageOp;
+use dcp_core::{Key, StorageError};
 use tokio::sync::oneshot;
 
 use super::StepNaming;
@@ -30,25 +33,30 @@ pub(super) struct Links {
 }
 
 /// Looks at the run in the folder of a URL; there is nothing to see where it is on no local file system.
-pub(super) async fn links(url: &str) -> Links {
+///
+/// # Errors
+///
+/// When a folder cannot be read, or there are too many entries: a link that was not seen could lead into
+/// a checkpoint that is then deleted.
+pub(super) async fn links(url: &str) -> Result<Links, StorageError> {
     let path = url.strip_prefix("file://").unwrap_or(url);
     if path.contains("://") {
-        return Links::default();
+        return Ok(Links::default());
     }
     let root = PathBuf::from(path);
     let (send, received) = oneshot::channel();
     let for_thread = root.clone();
     let thread = thread::Builder::new().spawn(move || drop(send.send(scan(&for_thread))));
     match thread {
-        Ok(_) => received.await.unwrap_or_default(),
+        Ok(_) => received.await.unwrap_or_else(|_| scan(&root)),
         Err(_) => scan(&root),
     }
 }
 
-fn scan(root: &Path) -> Links {
+fn scan(root: &Path) -> Result<Links, StorageError> {
     let mut found = Links::default();
     let mut left = ENTRIES_MAX;
-    for entry in entries(root, &mut left) {
+    for entry in entries(root, &mut left)? {
         let name = entry.file_name().to_string_lossy().into_owned();
         match entry.file_type() {
             Ok(kind) if kind.is_symlink() => {
@@ -58,19 +66,24 @@ fn scan(root: &Path) -> Links {
                 found.run.push((name, target(&entry)));
             }
             Ok(kind) if kind.is_dir() && StepNaming::step_of(&name).is_some() => {
-                scan_step(&mut found, name, entry.path(), &mut left);
+                scan_step(&mut found, name, entry.path(), &mut left)?;
             }
             _ => {}
         }
     }
-    found
+    Ok(found)
 }
 
-fn scan_step(found: &mut Links, name: String, folder: PathBuf, left: &mut usize) {
+fn scan_step(
+    found: &mut Links,
+    name: String,
+    folder: PathBuf,
+    left: &mut usize,
+) -> Result<(), StorageError> {
     let (mut folders, mut changed, mut is_empty) = (vec![folder], None, true);
     while let Some(folder) = folders.pop() {
         changed = changed.max(modified(&folder));
-        for entry in entries(&folder, left) {
+        for entry in entries(&folder, left)? {
             match entry.file_type() {
                 Ok(kind) if kind.is_dir() => folders.push(entry.path()),
                 Ok(kind) if kind.is_symlink() => {
@@ -91,20 +104,31 @@ fn scan_step(found: &mut Links, name: String, folder: PathBuf, left: &mut usize)
             }
         }
     }
-    if is_empty && *left > 0 {
+    if is_empty {
         found.empty.insert(name, changed);
     }
+    Ok(())
 }
 
-fn entries(folder: &Path, left: &mut usize) -> Vec<DirEntry> {
-    let Ok(listed) = fs::read_dir(folder) else {
-        // Nothing is known of it, so it is not empty.
-        *left = 0;
-        return Vec::new();
+fn entries(folder: &Path, left: &mut usize) -> Result<Vec<DirEntry>, StorageError> {
+    let failed = |error: io::Error| {
+        let key = folder.file_name().and_then(|name| Key::new(name.to_string_lossy()).ok());
+        StorageError::from_io(StorageOp::List, key, error)
     };
-    let all: Vec<_> = listed.take(*left).flatten().collect();
-    *left -= all.len().min(*left);
-    all
+    let mut all = Vec::new();
+    let listed = match fs::read_dir(folder) {
+        Ok(listed) => listed,
+        // Another process has removed it meanwhile.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(all),
+        Err(error) => return Err(failed(error)),
+    };
+    for entry in listed {
+        *left = left.checked_sub(1).ok_or_else(|| {
+            failed(io::Error::other(format!("the run has more than {ENTRIES_MAX} entries")))
+        })?;
+        all.push(entry.map_err(failed)?);
+    }
+    Ok(all)
 }
 
 /// The text of the small file that a link leads to, which may be outside of the run.

@@ -62,7 +62,7 @@ impl Run {
         let mut pointers = pointers(&**storage, &files).await?;
         let mut links = match storage.capabilities().complete_listing {
             true => Links::default(),
-            false => links(&self.url).await,
+            false => links(&self.url).await?,
         };
         pointers.extend(links.run.drain(..).map(Pointer::link));
         pointers.extend(links.texts.drain(..).map(|(name, text)| Pointer::file(&name, text)));

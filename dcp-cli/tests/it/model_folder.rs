@@ -265,7 +265,7 @@ fn options_that_change_nothing_are_refused() {
                 "--out",
                 &out,
                 "--to=dcp",
-                "--include=*.param_groups",
+                "--include=*.param_groups.*",
                 "--non-float=first",
             ],
             "the average computes nothing",

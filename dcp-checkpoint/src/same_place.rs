@@ -191,7 +191,7 @@ pub(crate) struct SharedTarget<'a> {
 }
 
 impl<'a> SharedTarget<'a> {
-    /// Waits until rank 0 has opened and claimed the target, before this rank opens it: so rank 0 knows
+    /// Waits until rank 0 has opened and claimed the target, before this rank opens it: so rank 0 sees
     /// which folders are new.
     pub(crate) async fn begin(job: &'a JobOptions, shape: Shape) -> Result<Self, Error> {
         // One file is written by rank 0.

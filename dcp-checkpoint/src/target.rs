@@ -1,7 +1,7 @@
 //! Places to write: what may be replaced there, and what is refused.
 
 use std::path::Path;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use dcp_convert::{ConvertError, Target};
 use dcp_core::format::{
@@ -104,7 +104,11 @@ impl Checkpoint {
         let folders = NewFolders::before(uri, &options.rollback);
         let place = Place::new(&self.opener, uri, options);
         let target = place.file().await?;
-        Ok(TargetFile { target, held: place.held.into_inner(), folders })
+        Ok(TargetFile {
+            target,
+            held: place.held.into_inner().unwrap_or_else(PoisonError::into_inner),
+            folders,
+        })
     }
 }
 
@@ -114,12 +118,12 @@ pub(crate) struct Place<'a> {
     uri: &'a str,
     options: &'a TargetOptions,
     claims: bool,
-    held: OnceLock<Arc<HeldTarget>>,
+    held: Mutex<Option<Arc<HeldTarget>>>,
 }
 
 impl<'a> Place<'a> {
     pub(crate) fn new(opener: &'a Opener, uri: &'a str, options: &'a TargetOptions) -> Self {
-        Self { opener, uri, options, claims: true, held: OnceLock::new() }
+        Self { opener, uri, options, claims: true, held: Mutex::default() }
     }
 
     /// The same for a rank of a group, of which rank 0 holds the place.
@@ -130,7 +134,7 @@ impl<'a> Place<'a> {
 
     /// Ends the claim of the place, when all is written.
     pub(crate) fn release(&self) {
-        if let Some(held) = self.held.get() {
+        if let Some(held) = &*self.held.lock().unwrap_or_else(PoisonError::into_inner) {
             held.release();
         }
     }
@@ -156,7 +160,7 @@ impl<'a> Place<'a> {
                 self.options.rollback.begin();
                 // What a rollback removes later is still claimed then.
                 let held = HeldTarget::take(storage, claimed, self.uri).await?;
-                let held = Arc::clone(self.held.get_or_init(|| held));
+                *self.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&held));
                 Ok(self.options.rollback.watch(held))
             }
             Err(error) if dry_run && error.kind() == StorageErrorKind::NotFound => {

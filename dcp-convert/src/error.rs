@@ -6,7 +6,7 @@ use dcp_core::text::{Message, Quoted};
 use dcp_core::{CheckpointError, FormatError, PlanError, StorageError};
 
 use crate::foreign_callable::ForeignCallable;
-use crate::keys::unmatched::UnmatchedPattern;
+use crate::unmatched_pattern::UnmatchedPattern;
 
 /// An offline job failed, or refused its input before it wrote anything.
 #[derive(Debug, thiserror::Error)]

@@ -25,6 +25,7 @@ pub mod keys;
 pub mod open;
 pub mod read;
 mod source;
+mod unmatched_pattern;
 pub mod view;
 pub mod write;
 

@@ -17,8 +17,7 @@ use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 
-use crate::hf::ENDING;
-use crate::safetensors::{PREFIX_LEN, header_len};
+use crate::safetensors::{ENDING, PREFIX_LEN, header_len};
 use crate::torch_save::{FILE_ENDINGS, check_stream};
 use crate::torch_zip::{ParseStep, Sparse, check_end};
 
@@ -50,7 +49,7 @@ impl fmt::Display for IncompleteFile {
 
 /// Finds the files of safetensors and `torch.save` at `place` and below that were cut short, have bytes
 /// after their end, were never written, or are pointers of Git LFS. Reads headers and directories, no
-/// tensor; at most 4096 files.
+/// tensor; at most 4096 files. Files that are [known](Place::known_files) are skipped.
 ///
 /// # Errors
 ///
@@ -61,7 +60,7 @@ pub async fn incomplete_files(place: &Place) -> Result<Vec<IncompleteFile>, Stor
         Some(file) => vec![storage.stat(file).await?],
         None => {
             let named = place.listing().objects().iter().filter(|meta| is_named(&meta.key));
-            named.take(FILES_MAX).cloned().collect()
+            named.filter(|meta| !place.is_known(&meta.key)).take(FILES_MAX).cloned().collect()
         }
     };
     let looks: Vec<_> = files.iter().map(|meta| look(storage, meta)).collect();

@@ -251,11 +251,14 @@ fn a_run_of_a_hundred_steps_is_listed_with_few_requests() {
     let olmo = "olmo/fsdp2-2rank-flat/ckpt";
     let hf = "hf/rank0_index/ckpt";
     for (fixture, inner, reads) in [
-        ("pytorch/fsdp2_adam_2r", "", 1),
-        (megatron, "", 2),
-        (hf, "", 1),
-        // A note of each step that is examined.
-        (olmo, "/model_and_optim", 65),
+        // The index of one, and the beginning of that of each other that is examined.
+        ("pytorch/fsdp2_adam_2r", "", 64),
+        // Its metadata.json, and the ends of its common.pt.
+        (megatron, "", 67),
+        // The headers of its files.
+        (hf, "", 70),
+        // A note and the trainer's state of each.
+        (olmo, "/model_and_optim", 192),
     ] {
         let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
         for step in 1..=100 {

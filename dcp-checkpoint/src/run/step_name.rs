@@ -87,7 +87,9 @@ impl StepNaming {
         if let Some((_, step)) = Self::parse(name) {
             return Some(step);
         }
-        let words = OTHER_WORDS.iter().filter_map(|word| name.strip_prefix(word));
+        // Of fewer digits than Megatron-LM writes.
+        let short = name.strip_prefix("iter").and_then(|rest| rest.strip_prefix('_'));
+        let words = OTHER_WORDS.iter().filter_map(|word| name.strip_prefix(word)).chain(short);
         words.filter_map(number).next().or_else(|| composer(name)).or_else(|| lightning(name))
     }
 }
@@ -96,14 +98,13 @@ impl StepNaming {
 const SUFFIXES: [&str; 5] = ["-unsharded-tmp", "-unsharded", "-tmp", "_tmp", ".tmp"];
 
 /// Words before a number that no manager writes.
-const OTHER_WORDS: [&str; 12] = [
+const OTHER_WORDS: [&str; 11] = [
     "global_step_",
     "global_step-",
     "global-step-",
     "checkpoint_",
     "ckpt-",
     "ckpt_",
-    "iter_",
     "iter-",
     "iteration-",
     "epoch-",

@@ -228,7 +228,7 @@ impl Parts {
             let flat = nested(entry).is_none();
             for (depth, step) in steps.iter().enumerate().take(steps.len().saturating_sub(1)) {
                 let certain = MODEL_ROOTS.contains(&&**step);
-                if !certain && !(beside && MODEL_ROOTS_BESIDE.contains(&&**step)) {
+                if !(certain || beside && MODEL_ROOTS_BESIDE.contains(&&**step)) {
                     continue;
                 }
                 let name = steps[..=depth].join(".");

@@ -13,8 +13,8 @@ const HEAD_BYTES: u64 = 64;
 /// safetensors or `torch.save` against its own header. No tensor is read.
 ///
 /// This is the one answer of `ls`, `prune`, `copy` and `verify`; RELIABILITY.md lists what each format
-/// needs. Of a checkpoint whose files are `known`, because another one with files of the same names and
-/// lengths was examined, only the beginning of its index is read.
+/// needs. Of files that are [known](Place::known_files), because another checkpoint with files of the same
+/// names and lengths was examined, only the beginning of the index is read.
 ///
 /// # Errors
 ///
@@ -22,15 +22,16 @@ const HEAD_BYTES: u64 = 64;
 pub async fn examine_checkpoint(
     format: &dyn CheckpointFormat,
     place: &Place,
-    known: bool,
 ) -> Result<Examined, StorageError> {
     let mut examined = format.examine(place).await?;
     if examined.problem.is_some() || examined.unsupported.is_some() {
         return Ok(examined);
     }
-    if known {
+    if place.has_any_known() {
         examined.problem = unwritten_index(format, place).await?;
-        return Ok(examined);
+        if examined.problem.is_some() {
+            return Ok(examined);
+        }
     }
     let files = incomplete_files(place).await?;
     examined.problem = files.first().map(|first| match files.len() - 1 {

@@ -357,7 +357,7 @@ async fn examine_each(
 ) -> Vec<bool> {
     let examined = listed.map(|(one, known)| async move {
         let found = match place_of(place, &one.entry, known) {
-            Ok(place) => examine_checkpoint(&*one.format, &place, known).await,
+            Ok(place) => examine_checkpoint(&*one.format, &place).await,
             Err(error) => Err(error),
         };
         note(&mut one.entry, found);

@@ -136,6 +136,20 @@ impl Place {
         self.known.as_deref() == Some(".")
     }
 
+    /// Whether `file` is one of the [known files](Self::known_files).
+    #[must_use]
+    pub fn is_known(&self, file: &Key) -> bool {
+        let Some(known) = self.known.as_deref() else { return false };
+        let below = file.as_str().strip_prefix(known);
+        known == "." || below.is_some_and(|rest| rest.starts_with('/'))
+    }
+
+    /// Whether there are [known files](Self::known_files) in the folder, or in one below.
+    #[must_use]
+    pub fn has_any_known(&self) -> bool {
+        self.known.is_some()
+    }
+
     /// The folder's files; lengths are those of the listing.
     #[must_use]
     pub fn storage(&self) -> &Arc<dyn Storage> {

@@ -29,6 +29,7 @@ mod single;
 mod variants;
 mod write;
 
+pub(crate) use crate::safetensors::ENDING;
 pub use crate::safetensors::INDEX_ENDING;
 pub use complete::UNFINISHED_NAME;
 pub use finding::{Finding, FindingKind};
@@ -47,6 +48,3 @@ pub use write::{
     ChosenFolder, HfWriteOptions, HfWritten, choose_folder, file_byte_lens, prepare_folder,
     refuse_existing, write_folder,
 };
-
-/// The ending of safetensors files.
-pub(crate) const ENDING: &str = ".safetensors";

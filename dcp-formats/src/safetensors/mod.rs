@@ -28,5 +28,7 @@ pub use tied::{TIED, ties_of};
 pub(crate) use write::send;
 pub use write::{prepare, write};
 
+/// The ending of safetensors files.
+pub(crate) const ENDING: &str = ".safetensors";
 /// The ending of the names of index files, which list the tensors of several files.
 pub const INDEX_ENDING: &str = ".safetensors.index.json";

@@ -71,15 +71,14 @@ pub async fn incomplete_files(place: &Place) -> Result<Vec<IncompleteFile>, Stor
 
 /// Whether the first bytes of a file are those of a pointer of Git LFS.
 #[must_use]
-pub(crate) fn is_lfs_pointer(head: &[u8]) -> bool {
+pub fn is_lfs_pointer(head: &[u8]) -> bool {
     head.starts_with(LFS_POINTER)
 }
 
 /// The maximum length of such a pointer, in bytes.
 pub(crate) const LFS_POINTER_MAX: u64 = 1024;
 /// The predicate of a sentence about a pointer.
-pub(crate) const LFS_PROBLEM: &str =
-    "is a pointer of Git LFS, not the file: fetch it with `git lfs pull`";
+pub const LFS_PROBLEM: &str = "is a pointer of Git LFS, not the file: fetch it with `git lfs pull`";
 
 /// The predicate of a sentence about a file whose first bytes `head` are zeros, as a machine that lost
 /// its power leaves them.

@@ -251,14 +251,15 @@ fn a_run_of_a_hundred_steps_is_listed_with_few_requests() {
     let olmo = "olmo/fsdp2-2rank-flat/ckpt";
     let hf = "hf/rank0_index/ckpt";
     for (fixture, inner, reads) in [
-        // The index of one, and the beginning of that of each other that is examined.
-        ("pytorch/fsdp2_adam_2r", "", 64),
+        // The index of one and the beginnings of its files, and the beginning of the index of each other
+        // that is examined.
+        ("pytorch/fsdp2_adam_2r", "", 64 + 2),
         // Its metadata.json, and the ends of its common.pt.
-        (megatron, "", 67),
+        (megatron, "", 67 + 4),
         // The headers of its files.
         (hf, "", 70),
         // A note and the trainer's state of each.
-        (olmo, "/model_and_optim", 192),
+        (olmo, "/model_and_optim", 192 + 2),
     ] {
         let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
         for step in 1..=100 {

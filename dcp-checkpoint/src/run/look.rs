@@ -41,6 +41,8 @@ pub(super) struct Seen {
     pub(super) linked: BTreeSet<String>,
     /// Identifies its files; see [`Sidecars::identity`].
     pub(super) identity: Option<u64>,
+    /// The files of the trainer's state; see [`Sidecars::state_files`].
+    pub(super) state_files: BTreeSet<String>,
 }
 
 impl Run {
@@ -182,7 +184,8 @@ async fn pointers(
     }
     let state = files.iter().find(|file| file.key.file_name() == TRAINER_STATE).cloned();
     if let Some(json) = read_at_most(storage, state, TRAINER_STATE_BYTES_MAX).await? {
-        let text = TrainerState::parse(&json, None).best_checkpoint.unwrap_or_default();
+        let state = TrainerState::parse(&json, None).unwrap_or_default();
+        let text = state.best_checkpoint.unwrap_or_default();
         found.push(Pointer::file(TRAINER_STATE, text));
     }
     Ok(found)
@@ -197,7 +200,8 @@ fn seen(
     tracked: bool,
     is_empty: bool,
 ) -> Option<Seen> {
-    let Sidecars { pinned, deleting, saved_again, metrics, best, modified, identity } = sidecars;
+    let Sidecars { pinned, deleting, saved_again, metrics, best, modified, identity, .. } =
+        sidecars;
     let mut complete = match entry {
         Some(entry) => entry.complete,
         None => Some(false),
@@ -210,14 +214,20 @@ fn seen(
     if entry.is_none() && !deleting && !is_empty {
         return None;
     }
+    let mut problem = entry.and_then(|entry| entry.problem.clone());
+    if complete == Some(true) && StepNaming::is_temporary(name) {
+        complete = Some(false);
+        problem = Some("it was never renamed to its final name".to_owned());
+    } else if complete == Some(true) && sidecars.is_state_unreadable {
+        complete = None;
+        problem = Some(format!("its {TRAINER_STATE} cannot be read"));
+    }
     if deleting {
         complete = Some(false);
+        problem = Some("its deletion did not end".to_owned());
+    } else if is_empty {
+        problem = Some("it has no files".to_owned());
     }
-    let problem = match deleting {
-        true => Some("its deletion did not end".to_owned()),
-        false if is_empty => Some("it has no files".to_owned()),
-        false => entry.and_then(|entry| entry.problem.clone()),
-    };
     let modified = modified.and_then(|time| Some(time.duration_since(UNIX_EPOCH).ok()?.as_secs()));
     let step = RunStep {
         name: name.to_owned(),
@@ -235,5 +245,6 @@ fn seen(
         named_by: Vec::new(),
         deleting,
     };
-    Some(Seen { step, best, linked: BTreeSet::new(), identity })
+    let state_files = sidecars.state_files;
+    Some(Seen { step, best, linked: BTreeSet::new(), identity, state_files })
 }

@@ -1,6 +1,7 @@
 //! Checks before a deletion begins: each complete checkpoint is looked at by itself, and what a kept one
 //! needs stays.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use dcp_convert::open::examine_checkpoint;
@@ -51,6 +52,26 @@ pub(super) async fn examine(
     let parallelism = usize::from(storage.capabilities().parallelism.clamp(1, 16));
     let examined: Vec<_> = examined.collect();
     stream::iter(examined).buffer_unordered(parallelism).try_collect().await
+}
+
+/// Counts a checkpoint as unknown that lacks a file of the trainer's state which all complete ones before
+/// it have: a save that died between two files leaves what no format can tell from a whole checkpoint.
+/// `steps` are in the order in which newer ones come later.
+pub(super) fn compare_with_older(steps: &mut [&mut Seen]) {
+    let mut common: BTreeMap<&'static str, BTreeSet<String>> = BTreeMap::new();
+    for one in steps.iter_mut().filter(|one| one.step.is_complete()) {
+        let Some(older) = common.get_mut(one.step.format) else {
+            common.insert(one.step.format, one.state_files.clone());
+            continue;
+        };
+        if let Some(file) = older.difference(&one.state_files).next() {
+            one.step.complete = None;
+            let problem = format!("it lacks {file:?}, which the complete ones before it have");
+            one.step.problem = Some(problem);
+        } else {
+            older.retain(|file| one.state_files.contains(file));
+        }
+    }
 }
 
 async fn look_at(

@@ -11,9 +11,9 @@ use dcp_core::{Storage, StorageErrorKind};
 use serde::Serialize;
 
 use super::delete::{Deletion, Doomed, Gone, Outcome};
-use super::look::Look;
+use super::look::{Look, Seen};
 use super::order::StepOrder;
-use super::protect::{examine, keep_needed, refuse};
+use super::protect::{compare_with_older, examine, keep_needed, refuse};
 use super::retention::{Decision, Retention, decide_by, duration_text};
 use super::{Run, RunStep, SkippedStep};
 use crate::error::{Error, ErrorKind, Reasons};
@@ -258,6 +258,12 @@ impl Prune {
         let mut plan = self.decided(&look);
         if plan.deleted().next().is_some() {
             examine(storage, formats, &mut look.steps).await.map_err(failed)?;
+            let mut ordered: Vec<_> = look.steps.iter_mut().collect();
+            ordered.sort_by(|a, b| {
+                let key = |one: &Seen| (one.step.step, one.step.modified, one.step.name.clone());
+                self.order().compare(key(a), key(b))
+            });
+            compare_with_older(&mut ordered);
             plan = self.decided(&look);
         }
         refuse(&look, &plan, self.policy.as_deref(), self.by)?;

@@ -68,11 +68,12 @@ pub(super) struct TrainerState {
 }
 
 impl TrainerState {
-    /// Parses the file of the checkpoint of `step`; a file that cannot be parsed says nothing.
-    pub(super) fn parse(bytes: &[u8], step: Option<u64>) -> Self {
+    /// Parses the file of the checkpoint of `step`; `None` for a file that cannot be parsed.
+    pub(super) fn parse(bytes: &[u8], step: Option<u64>) -> Option<Self> {
         let json = as_json(bytes);
         let mut deserializer = serde_json::Deserializer::from_slice(&json);
-        StateSeed { step }.deserialize(&mut deserializer).unwrap_or_default()
+        let state = StateSeed { step }.deserialize(&mut deserializer).ok()?;
+        deserializer.end().is_ok().then_some(state)
     }
 }
 
@@ -267,16 +268,16 @@ mod tests {
             {"eval_loss": 0.5, "epoch": 2.0, "step": 1000}
           ], "stateful_callbacks": {"a": {}}
         }"#;
-        let read = TrainerState::parse(state, Some(1000));
+        let read = TrainerState::parse(state, Some(1000)).unwrap();
         let known: Vec<_> = read.metrics.keys().map(String::as_str).collect();
         assert_eq!(known, ["epoch", "eval_loss", "loss"]);
         assert_eq!((read.metrics["loss"], read.best_metric), (1.5, Some(0.25)));
         assert_eq!(read.best_checkpoint.as_deref(), Some("out/checkpoint-500"));
         for hostile in [&b"[[[["[..], b"{\"log_history\": 3}", b"\xff", b""] {
-            assert_eq!(TrainerState::parse(hostile, Some(1)), TrainerState::default());
+            assert_eq!(TrainerState::parse(hostile, Some(1)), None);
         }
         let deep = "[".repeat(1 << 20);
         let deep = format!("{{\"log_history\": {deep}");
-        assert_eq!(TrainerState::parse(deep.as_bytes(), Some(1)), TrainerState::default());
+        assert_eq!(TrainerState::parse(deep.as_bytes(), Some(1)), None);
     }
 }

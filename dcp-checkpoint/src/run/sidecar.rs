@@ -1,6 +1,6 @@
 //! The small files that a run's manager keeps in the folder of a checkpoint. Formats ignore them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dcp_core::digest::fnv1a_64;
@@ -11,6 +11,7 @@ use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::TryStreamExt;
 use serde::{Deserialize, Serialize};
 
+use super::StepNaming;
 use super::recorded::{TRAINER_STATE, TRAINER_STATE_BYTES_MAX, TrainerState, own_metrics};
 
 /// A checkpoint with this file is pinned.
@@ -40,6 +41,10 @@ pub(super) struct Sidecars {
     pub(super) modified: Option<SystemTime>,
     /// Identifies the files, on a file system.
     pub(super) identity: Option<u64>,
+    /// Whether there is a `trainer_state.json` that cannot be read, so that the best checkpoint is unknown.
+    pub(super) is_state_unreadable: bool,
+    /// The files of the trainer's state besides weights: paths with `#` in place of each number.
+    pub(super) state_files: BTreeSet<String>,
 }
 
 /// The mark of a deletion that has begun.
@@ -143,6 +148,15 @@ impl Sidecars {
             }
         }
         drop(listed);
+        let relative = |file: &ObjectMeta| {
+            let path = file.key.as_str().get(folder.as_str().len() + 1..)?;
+            let (parent, name) = path.rsplit_once('/').unwrap_or(("", path));
+            // A run inside is not needed for a resume.
+            let is_inner = parent.contains('/')
+                || name.ends_with(".metadata") && StepNaming::step_of(parent).is_some();
+            (!is_inner && is_state(name)).then(|| without_numbers(path))
+        };
+        found.state_files = files.iter().filter_map(relative).collect();
         found.modified = files.iter().filter_map(|file| file.modified).max();
         if !storage.capabilities().complete_listing {
             found.identity = identity(folder, &mut files);
@@ -152,9 +166,11 @@ impl Sidecars {
             found.saved_again = files.iter().any(|file| mark.is_older_than(file));
             found.deleting = Some(mark);
         }
+        let has_state = state.is_some();
         let state = read_at_most(storage, state, TRAINER_STATE_BYTES_MAX).await?;
-        if let Some(json) = state {
-            let state = TrainerState::parse(&json, Some(step));
+        let state = state.and_then(|json| TrainerState::parse(&json, Some(step)));
+        found.is_state_unreadable = has_state && state.is_none();
+        if let Some(state) = state {
             found.metrics = state.metrics;
             let is_best = |path: &String| names_folder(path, folder.file_name());
             if let (true, Some(value)) =
@@ -169,6 +185,28 @@ impl Sidecars {
         }
         Ok(found)
     }
+}
+
+/// Whether a resume needs a file of that name besides the weights: `optimizer.pt`, `rng_state_0.pth`, the
+/// index of an optimizer's own DCP checkpoint.
+fn is_state(name: &str) -> bool {
+    let is_weights = ["model", "pytorch_model", "consolidated"];
+    let is_weights = is_weights.iter().any(|start| name.starts_with(start));
+    let endings = [".pt", ".pth", ".pkl", ".bin", ".ckpt", ".metadata"];
+    name == TRAINER_STATE || !is_weights && endings.iter().any(|ending| name.ends_with(ending))
+}
+
+/// A path with `#` in place of each number, as steps of a run differ in numbers.
+fn without_numbers(path: &str) -> String {
+    let mut text = String::with_capacity(path.len());
+    for c in path.chars() {
+        match c {
+            '0'..='9' if text.ends_with('#') => {}
+            '0'..='9' => text.push('#'),
+            c => text.push(c),
+        }
+    }
+    text
 }
 
 /// Whether a folder of that name is on a path, which text of a file, or a link has.

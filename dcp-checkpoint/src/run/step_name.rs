@@ -68,6 +68,11 @@ impl StepNaming {
         })
     }
 
+    /// Whether a folder has the name of a step under which its save has not come to the end.
+    pub(super) fn is_temporary(name: &str) -> bool {
+        name.starts_with(TEMPORARY_PREFIX) || name.ends_with("tmp")
+    }
+
     /// The step in the name of a folder of any trainer, of a manager's naming or not; `None` where the
     /// name is not that of a step. Besides those that [`parse`](Self::parse) reads: folders that a save
     /// renames in the end (`step40-tmp`, `tmp-checkpoint-40`), `step40-unsharded` of OLMo, `ep1-ba40` of
@@ -82,7 +87,7 @@ impl StepNaming {
     /// ```
     #[must_use]
     pub fn step_of(name: &str) -> Option<u64> {
-        let name = name.strip_prefix("tmp-").unwrap_or(name);
+        let name = name.strip_prefix(TEMPORARY_PREFIX).unwrap_or(name);
         let name = SUFFIXES.iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name);
         if let Some((_, step)) = Self::parse(name) {
             return Some(step);
@@ -94,6 +99,8 @@ impl StepNaming {
     }
 }
 
+/// The beginning of the name of a folder that transformers renames when the save is done.
+const TEMPORARY_PREFIX: &str = "tmp-";
 /// Endings that trainers and tools add to the name of a step.
 const SUFFIXES: [&str; 5] = ["-unsharded-tmp", "-unsharded", "-tmp", "_tmp", ".tmp"];
 

@@ -51,7 +51,7 @@ async fn nothing_outside_of_the_run_is_deleted_and_no_empty_folder_stays() {
     dcp_testing::copy_folder(&from, &root.join("step-2"));
     fs::remove_file(root.join("step-2/more")).unwrap();
     fs::remove_file(root.join("step-2/linked")).ok();
-    run.prune().policy(KeepLast(1)).run().await.unwrap();
+    run.prune().policy(KeepLast(1)).by(StepOrder::Step).run().await.unwrap();
     assert!(!root.join("step-2").exists());
 }
 

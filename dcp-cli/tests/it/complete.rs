@@ -60,6 +60,15 @@ fn steps() -> Vec<Step> {
         step("pytorch_model.bin", |to| {
             dcp_to(&["--to", "torch-save"], &to.join("pytorch_model.bin"))
         }),
+        step("pytorch_model.bin, shards", |to| {
+            let names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"];
+            for name in names {
+                dcp_to(&["--to", "torch-save", "--model-only"], &to.join(name));
+            }
+            let map =
+                json!({ "weight_map": { "embed.weight": names[0], "norm.weight": names[1] } });
+            fs::write(to.join("pytorch_model.bin.index.json"), map.to_string()).unwrap();
+        }),
         step("olmo", |to| {
             let olmo = fixtures().join("../olmo");
             dcp_testing::copy_folder(&olmo.join("trainer/step3"), to);
@@ -197,6 +206,21 @@ fn an_index_of_zeros_is_found_beside_checkpoints_of_the_same_lengths() {
         assert_eq!(complete, false, "{what}");
         assert!(problem.contains(".metadata"), "{problem}");
         assert_eq!(state(run.path(), "step20").0, true);
+    }
+}
+
+#[test]
+fn a_file_that_an_index_names_is_missed() {
+    for step in steps().iter().filter(|step| step.what.ends_with("shards")) {
+        for file in files(step.folder.path()) {
+            let run = run_of(step);
+            if file.extension().is_some_and(|ending| ending != "json") {
+                fs::remove_file(run.path().join("step20").join(&file)).unwrap();
+                let (complete, problem) = state(run.path(), "step20");
+                assert_eq!(complete, false, "{}: {file:?}", step.what);
+                assert!(problem.contains(file.to_str().unwrap()), "{problem}");
+            }
+        }
     }
 }
 

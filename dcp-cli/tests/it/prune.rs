@@ -319,3 +319,84 @@ fn a_file_and_a_missing_run_are_errors_as_of_ls() {
         dcp(["prune", place, "--pin", "1"]).fails(exit, &[said]);
     }
 }
+
+/// A step of a transformers trainer in `run`: a model, and the state of the trainer.
+fn trainer_step(run: &Path, name: &str, best: &str) {
+    let (folder, source) = (run.join(name), fixtures().join(SOURCE).display().to_string());
+    let at = |file: &str| folder.join(file).display().to_string();
+    dcp(["-q", "convert", &source, &at(""), "--to", "hf", "--everything"]).ok();
+    dcp(["-q", "convert", &source, &at("optimizer.pt"), "--to", "torch-save"]).ok();
+    let state = serde_json::json!({ "best_model_checkpoint": best, "log_history": [] });
+    fs::write(at("trainer_state.json"), state.to_string()).unwrap();
+}
+
+fn pruned(run: &Path) -> Vec<String> {
+    let uri = run.display().to_string();
+    dcp(["prune", &uri, "--keep-last", "1", "--by", "step", "--yes"]).ok();
+    names(&uri)
+}
+
+#[test]
+fn a_save_that_died_between_two_files_is_not_the_newest() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["checkpoint-10", "checkpoint-20", "checkpoint-30"] {
+        trainer_step(folder.path(), name, "");
+    }
+    fs::remove_file(folder.path().join("checkpoint-30/optimizer.pt")).unwrap();
+    let uri = folder.path().display().to_string();
+    let text = dcp(["prune", &uri, "--keep-last", "1", "--by", "step", "--dry-run"]).ok();
+    assert!(text.contains("unknown"), "{text}");
+    assert_eq!(pruned(folder.path()), ["checkpoint-20", "checkpoint-30"]);
+}
+
+#[test]
+fn a_state_of_the_trainer_that_cannot_be_read_loses_no_best_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["checkpoint-10", "checkpoint-20", "checkpoint-30", "checkpoint-40"] {
+        trainer_step(folder.path(), name, "run/checkpoint-10");
+    }
+    fs::write(folder.path().join("checkpoint-40/trainer_state.json"), "{\"best_mo").unwrap();
+    assert_eq!(pruned(folder.path()), ["checkpoint-10", "checkpoint-30", "checkpoint-40"]);
+}
+
+#[test]
+fn data_files_of_zeros_are_no_checkpoint() {
+    let (folder, uri) = run(&[10, 20, 30]);
+    for file in
+        fs::read_dir(folder.path().join("step-30")).unwrap().map(|file| file.unwrap().path())
+    {
+        if file.extension().is_some_and(|ending| ending == "distcp") {
+            let len = fs::metadata(&file).unwrap().len();
+            fs::write(&file, vec![0; usize::try_from(len).unwrap()]).unwrap();
+        }
+    }
+    dcp(["prune", &uri, "--keep-last", "1", "--by", "step", "--yes"]).ok();
+    assert_eq!(names(&uri), ["llama-3-8b", "step-20", "step-30", "train.log"]);
+}
+
+#[test]
+fn a_folder_that_was_never_renamed_is_not_the_newest() {
+    for temporary in ["tmp-checkpoint-30", "step-30_tmp", "step-30.tmp"] {
+        let (folder, uri) = run(&[10, 20, 30]);
+        fs::rename(folder.path().join("step-30"), folder.path().join(temporary)).unwrap();
+        dcp(["prune", &uri, "--keep-last", "1", "--by", "step", "--yes"]).ok();
+        let left = names(&uri);
+        assert!(left.iter().any(|name| name == "step-20"), "{temporary}: {left:?}");
+        assert!(left.iter().any(|name| name == temporary), "{left:?}");
+    }
+}
+
+#[test]
+fn what_a_killed_overwrite_left_beside_a_model_does_not_make_it_incomplete() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("checkpoint-20");
+    let source = fixtures().join("fsdp2_adam_2r").display().to_string();
+    let shown = model.display().to_string();
+    dcp(["-q", "convert", &source, &shown, "--to", "hf", "--max-shard-size", "1000"]).ok();
+    let shards = fs::read_dir(&model).unwrap().map(|file| file.unwrap().path());
+    let shard = shards.into_iter().find(|file| file.to_string_lossy().contains("-00001-of-"));
+    fs::copy(shard.unwrap(), model.join("model-g1-00001-of-00010.safetensors")).unwrap();
+    dcp(["verify", &shown]).ok();
+    let listed = dcp(["ls", "--json", &folder.path().display().to_string()]).json();
+    assert_eq!(listed["entries"][0]["complete"], true, "{listed:#}");
+}

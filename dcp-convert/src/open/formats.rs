@@ -13,6 +13,7 @@ use dcp_core::storage::StorageExt;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError};
 use dcp_formats::dcp::DcpFormat;
 use dcp_formats::hf::HuggingFaceFormat;
+use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
 use dcp_formats::torch_save::TorchSaveFormat;
 use serde::Deserialize;
 
@@ -49,6 +50,19 @@ struct TorchSaveFolders(TorchSaveFormat);
 #[serde(expecting = "a JSON object")]
 struct Index {
     weight_map: BTreeMap<String, String>,
+}
+
+/// The problem of an index, as the predicate of a sentence: it cannot be read, or names a file that is not
+/// in its folder.
+fn missing_file(folder: &Folder<'_>, json: &[u8]) -> Option<String> {
+    match serde_json::from_slice::<Index>(json) {
+        Ok(Index { weight_map }) => {
+            let missing = weight_map.into_values().find(|file| !folder.has(file))?;
+            Some(format!("names {missing:?}, which is missing"))
+        }
+        Err(_) if is_lfs_pointer(json) => Some(LFS_PROBLEM.to_owned()),
+        Err(error) => Some(format!("cannot be read: {error}")),
+    }
 }
 
 /// The model in the files that an index names.
@@ -112,7 +126,19 @@ impl CheckpointFormat for TorchSaveFolders {
     }
 
     async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
-        self.0.examine(place).await
+        let examined = self.0.examine(place).await?;
+        let name = TorchSaveFormat::index_file(None);
+        let folder = place.listing().root();
+        // Loaders read the single file, whatever an index says.
+        let index = folder.file(&name).filter(|_| !folder.has(&TorchSaveFormat::model_file(None)));
+        let Some(index) = index.filter(|_| !place.has_known_files()) else { return Ok(examined) };
+        let problem = if index.byte_len > INDEX_MAX {
+            Some(format!("the {name} has {} bytes, more than an index has", index.byte_len))
+        } else {
+            let json = place.storage().read_range(&index.key, 0..index.byte_len).await?;
+            missing_file(&folder, &json).map(|problem| format!("the {name} {problem}"))
+        };
+        Ok(problem.map_or(examined, |problem| Examined::new(Some(problem))))
     }
 
     async fn tracker(&self, run: &Place) -> Result<Option<RunTracker>, StorageError> {

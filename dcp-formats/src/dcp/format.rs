@@ -14,7 +14,7 @@ use dcp_core::metadata::Entry;
 use dcp_core::storage::{ObjectMeta, StorageExt as _};
 use dcp_core::text::counted;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Storage, StorageError, StorageErrorKind,
+    CheckpointError, CheckpointMetadata, Key, Storage, StorageError, StorageErrorKind,
     StorageReader as _, StorageWriter,
 };
 
@@ -24,7 +24,7 @@ use super::names::{METADATA, Named};
 use super::reader::DcpReader;
 use super::safetensors_files::{has_images, locate};
 use super::writer::DcpWriter;
-use crate::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
+use crate::incomplete_files::{LFS_PROBLEM, is_lfs_pointer, unwritten};
 use crate::metadata::decode;
 use crate::missing_files::MissingFiles;
 
@@ -37,6 +37,9 @@ const DEPTH_MAX: usize = 3;
 /// The maximum size of an index that is read for a closer look, in bytes: 300,000 chunks. Of a larger one
 /// only the last byte is read.
 pub const EXAMINED_INDEX_MAX: u64 = 64 << 20;
+/// The maximum number of data files of which the beginning is read, and its length in bytes.
+const FILES_MAX: usize = 1 << 12;
+const HEAD_BYTES: u64 = 64;
 /// The opcode that ends a pickle.
 const STOP: u8 = b'.';
 /// A module of ByteCheckpoint, whose indexes have the name of DCP's.
@@ -371,7 +374,34 @@ async fn examine_index(
             break;
         }
     }
-    Ok(Examined::new(missing.problem()))
+    match missing.problem() {
+        Some(problem) => Ok(Examined::new(Some(problem))),
+        None => Ok(Examined::new(unwritten_file(place, metadata.files()).await?)),
+    }
+}
+
+/// The problem of a data file that begins with zeros. Every item begins with the signature of its
+/// encoding, and every file with an item.
+async fn unwritten_file(place: &Place, files: &[Key]) -> Result<Option<String>, StorageError> {
+    let storage = place.storage();
+    let heads: Vec<_> = files
+        .iter()
+        .filter_map(|file| place.listing().get(file))
+        .filter(|meta| meta.byte_len >= HEAD_BYTES)
+        .take(FILES_MAX)
+        .map(|meta| async move {
+            let head = storage.read_range(&meta.key, 0..HEAD_BYTES).await?;
+            Ok::<_, StorageError>(unwritten(&head).map(|problem| format!("{} {problem}", meta.key)))
+        })
+        .collect();
+    let parallelism = usize::from(storage.capabilities().parallelism.max(1));
+    let mut problems = stream::iter(heads).buffered(parallelism);
+    while let Some(problem) = problems.try_next().await? {
+        if problem.is_some() {
+            return Ok(problem);
+        }
+    }
+    Ok(None)
 }
 
 /// Corrects the placements in files that are safetensors images, or returns what is wrong with one.

@@ -89,14 +89,15 @@ impl Files {
             // Loaders read it, whatever other files there are.
             return None;
         }
+        if self.index {
+            // The index names the files, and an overwrite that was killed leaves others.
+            let nothing = !self.single && self.series.is_empty();
+            return nothing.then(|| "the index is there, but no safetensors file".to_owned());
+        }
         for ((name, of), found) in &self.series {
             if let Some(absent) = (1..=*of).find(|number| !found.contains(number)) {
                 return Some(format!("{name}-{absent:05}-of-{of:05}.safetensors is missing"));
             }
-        }
-        if self.index {
-            let nothing = !self.single && self.series.is_empty();
-            return nothing.then(|| "the index is there, but no safetensors file".to_owned());
         }
         // What each rank holds has no index.
         let promises = self.series.keys().any(|(name, _)| !name.starts_with("shard-"));

@@ -259,7 +259,7 @@ fn a_run_of_a_hundred_steps_is_listed_with_few_requests() {
         // The headers of its files.
         (hf, "", 70),
         // A note and the trainer's state of each.
-        (olmo, "/model_and_optim", 192 + 2),
+        (olmo, "/model_and_optim", 192 + 4),
     ] {
         let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
         for step in 1..=100 {

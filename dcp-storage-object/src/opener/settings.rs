@@ -13,6 +13,7 @@ pub(super) struct Way {
     pub(super) is_whole: bool,
 }
 
+#[cfg(any(feature = "s3", feature = "gcs", feature = "azure"))]
 impl Way {
     pub(super) const fn whole(name: &'static str) -> Self {
         Self { name, is_whole: true }

@@ -101,7 +101,9 @@ impl Merge<'_> {
         let selection = self.keys.selection(StatePart::Everything);
         let (first, all) = whole(self.checkpoints, None).await?;
         let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
-        same_sources(&self.job, &refs).await?;
+        let work = self.destination.work("merge", &self.job).option("keys", &self.keys);
+        let work = work.option("--identical", &self.duplicates);
+        same_sources(&self.job, work, &refs).await?;
         for checkpoint in &all {
             self.destination.keep_apart(checkpoint).await?;
         }
@@ -185,7 +187,8 @@ impl Average<'_> {
         let (first, all) = whole(self.checkpoints, Some(&selection.needed())).await?;
         let mut notes = first.opener.notes();
         let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
-        same_sources(&self.job, &refs).await?;
+        let work = self.destination.work("average", &self.job).option("keys", &self.keys);
+        same_sources(&self.job, work.option("how it averages", &self.options), &refs).await?;
         for checkpoint in &all {
             self.destination.keep_apart(checkpoint).await?;
         }

@@ -11,7 +11,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::Error;
 use crate::keys::taken_of;
 use crate::notes::Notes;
-use crate::same_place::same_sources;
+use crate::same_place::{Work, same_sources};
 use crate::setters::job_options;
 use crate::whole::Whole;
 
@@ -127,7 +127,8 @@ impl Statistics<'_> {
             }
         };
         let checkpoint = Whole::of_keys(self.checkpoint, &selection.needed()).await?;
-        same_sources(&self.job, &[&checkpoint]).await?;
+        let work = Work::new("statistics", &self.job).option("keys", &selection);
+        same_sources(&self.job, work, &[&checkpoint]).await?;
         let source = &checkpoint.source;
         let mut report = dcp_convert::stats(source, &selection, &self.job).await?;
         // Rank 0 of a group has the report of all.
@@ -169,7 +170,8 @@ impl Comparison<'_> {
         let options = &self.options;
         let a = Whole::of_keys(self.a, &options.needed(&options.a)).await?;
         let b = Whole::of_keys(self.b, &options.needed(&options.b)).await?;
-        same_sources(&self.job, &[&a, &b]).await?;
+        let work = Work::new("comparison", &self.job).option("what is compared", options);
+        same_sources(&self.job, work, &[&a, &b]).await?;
         let mut report = dcp_convert::diff(&a.source, &b.source, options, &self.job).await?;
         // Rank 0 of a group has the report of all.
         let Some(job) = self.job.of_coordinator().filter(|_| !options.keys_only) else {

@@ -151,7 +151,11 @@ impl Conversion<'_> {
             false => Whole::of_keys(self.checkpoint, &selection.needed()).await?,
         };
         let (destination, job) = (&self.destination, &self.job);
-        same_sources(job, &[&checkpoint]).await?;
+        let work = destination.work("conversion", job).option("keys", &self.keys);
+        let work = work.option("the mapping of names", &self.mapping);
+        let work = work.option("optimizer", &(self.optimizer, self.optimizer_layout));
+        let work = work.option("--dequantize", &self.dequantize);
+        same_sources(job, work, &[&checkpoint]).await?;
         destination.keep_apart(&checkpoint).await?;
         if !matches!(format, Format::Safetensors | Format::HuggingFace) {
             refuse_unfinished(&checkpoint)?;
@@ -186,6 +190,16 @@ impl Conversion<'_> {
                 ));
             }
             model_files::complete(&mut files, beside.files);
+        }
+        if format != Format::HuggingFace && selection.part == StatePart::Everything {
+            let left = model_files::trainer_files_of(&checkpoint).await?;
+            if !left.is_empty() {
+                notes.say(format!(
+                    "not converting {}: the state of the trainer is no part of the model, and \
+                     `dcp convert` takes each of its files alone",
+                    left.join(", ")
+                ));
+            }
         }
         let how = SourceFacts { files, layout: Some(layout), common };
         let unmatched = unmatched_in(&selection, [&source]).await?;

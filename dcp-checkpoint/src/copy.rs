@@ -24,7 +24,7 @@ use crate::new_folders::NewFolders;
 use crate::opener::Opener;
 use crate::overlap_guard::{Shape, keep_urls_apart};
 use crate::rollback::Rollback;
-use crate::same_place::{SharedTarget, is_token, same_files};
+use crate::same_place::{SharedTarget, Work, is_token, same_files};
 use crate::uri::local_path;
 
 /// The most checkpoints of a run that are claimed at once; each claim keeps two files open.
@@ -115,7 +115,11 @@ impl Copying<'_> {
                 let prefix = format!("{folder}/");
                 names.range(&*prefix..).next().is_some_and(|name| name.starts_with(&prefix))
             };
-            permissions = local_source::look(path, &is_listed, &has_below)?;
+            let found = local_source::look(path, &is_listed, &has_below)?;
+            permissions = found.permissions;
+            for left in found.left {
+                opener.notes().say(format!("not copying what is no file of its own: {left}"));
+            }
         }
         if local_path(&target).is_none() {
             permissions.clear();
@@ -124,7 +128,8 @@ impl Copying<'_> {
             return Err(Error::new(ErrorKind::NotFound, format!("{source:?} has no files"))
                 .with_hint("name the folder of a checkpoint or of a run"));
         }
-        same_files(&job, &source, &files).await?;
+        let work = Work::new("copy", &job).option("--compare", &compare);
+        same_files(&job, work, &source, &files).await?;
         let shared = SharedTarget::begin(&job, Shape::Folder).await?;
         let folders = NewFolders::before(&target, &Rollback::new());
         let to = target_storage(opener, &target, job.dry_run).await?;

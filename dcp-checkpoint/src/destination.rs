@@ -25,7 +25,7 @@ use crate::new_folders::NewFolders;
 use crate::opener::Opener;
 use crate::overlap_guard::keep_apart;
 use crate::rollback::Rollback;
-use crate::same_place::SharedTarget;
+use crate::same_place::{SharedTarget, Work};
 use crate::target::{Place, TargetOptions};
 
 /// The most bytes of tensors in a file of a Hugging Face model, as transformers has it.
@@ -242,6 +242,21 @@ impl Destination {
             }
         }
         Ok(format)
+    }
+
+    /// A job with this destination and no other option yet.
+    pub(crate) fn work(&self, name: &str, job: &JobOptions) -> Work {
+        let format = self.format.or_else(|| Format::of_name(&self.uri).ok());
+        Work::new(name, job)
+            .option("--to", &format)
+            .option("--ranks", &self.ranks)
+            .option("--dtype", &(self.dtype, &self.keep_dtype))
+            .option("--max-shard-size", &self.max_shard_bytes)
+            .option("--legacy", &self.legacy)
+            .option("--device", &self.device)
+            .option("the layout of Megatron-Core", &self.megatron)
+            .option("--compress", &self.compression)
+            .option("--overwrite", &self.overwrite)
     }
 
     fn not_compressed(&self, format: Format) -> Error {

@@ -349,8 +349,10 @@ async fn config_of(opened: &Checkpoint, folder: Option<&Path>) -> Result<serde_j
         )
         .with_hint("pass --config DIR, the folder that has it")
     };
+    let place = folder.map_or_else(|| opened.place.clone(), |folder| folder.display().to_string());
     let bad = |error: serde_json::Error| {
-        Error::new(ErrorKind::Damaged, format!("cannot read {CONFIG}")).because(error)
+        let message = format!("cannot read {CONFIG} in {place:?}");
+        Error::new(ErrorKind::Damaged, message).because(error)
     };
     if let Some(folder) = folder {
         let path = folder.join(CONFIG);

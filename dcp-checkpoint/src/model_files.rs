@@ -82,9 +82,11 @@ const TRAINER: &[&str] = &[
 /// Whether a file has weights or the state of a trainer, or is an index of weights.
 fn belongs_to_weights(name: &str) -> bool {
     let is_index = name.contains(".index.") && name.ends_with(".json");
-    is_index
-        || WEIGHTS.iter().any(|ending| name.ends_with(ending))
-        || TRAINER.iter().any(|start| name.starts_with(start))
+    is_index || WEIGHTS.iter().any(|ending| name.ends_with(ending)) || belongs_to_trainer(name)
+}
+
+fn belongs_to_trainer(name: &str) -> bool {
+    TRAINER.iter().any(|start| name.starts_with(start))
 }
 
 /// The files of a folder that are copied with the weights, and the names of those that are not.
@@ -238,6 +240,15 @@ pub(crate) async fn files_of(checkpoint: &Checkpoint) -> Result<Beside, Error> {
         beside.files.push((key, whole.bytes.to_vec()));
     }
     Ok(beside)
+}
+
+/// The files of a trainer with a Hugging Face model, which are no part of the checkpoint that is read.
+pub(crate) async fn trainer_files_of(checkpoint: &Checkpoint) -> Result<Vec<String>, Error> {
+    if !checkpoint.is_model_folder() {
+        return Ok(Vec::new());
+    }
+    let found = listed_of(&*checkpoint.storage, None).await?.unwrap_or_default();
+    Ok(found.files.into_keys().filter(|name| belongs_to_trainer(name)).collect())
 }
 
 /// The files and folders in a folder of a storage; `None` if it cannot list.

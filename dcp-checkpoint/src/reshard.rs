@@ -137,7 +137,10 @@ impl Resharding<'_> {
             Some(_) => Whole::of(self.checkpoint).await?,
             None => Whole::of_keys(self.checkpoint, &selection.needed()).await?,
         };
-        same_sources(&self.job, &[&checkpoint]).await?;
+        let work = self.destination.work("reshard", &self.job).option("keys", &self.keys);
+        let work = work.option("--ranks", &self.ranks);
+        let work = work.option("optimizer", &(self.optimizer, self.optimizer_layout));
+        same_sources(&self.job, work, &[&checkpoint]).await?;
         keep_apart(&checkpoint, self.destination.uri(), Shape::Folder).await?;
         refuse_unfinished(&checkpoint)?;
         let (destination, job) = (self.destination()?, &self.job);

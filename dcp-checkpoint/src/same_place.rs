@@ -1,6 +1,8 @@
-//! Refuses ranks that do not see the place that rank 0 sees, before one of them works.
+//! Refuses ranks that do not run the job of rank 0, or do not see the place that it sees, before one of
+//! them works.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -23,7 +25,7 @@ use crate::overlap_guard::Shape;
 /// killed may leave one.
 const TOKEN: &str = ".dcp-ranks.";
 
-const SEEN: [u8; 4] = *b"dsp1";
+const SEEN: [u8; 4] = *b"dsp2";
 /// Requests for the versions of files at once.
 const IN_FLIGHT: usize = 16;
 
@@ -44,6 +46,65 @@ fn differs(rank: usize, op: &'static str, message: String) -> Error {
     let rank = u32::try_from(rank).unwrap_or(u32::MAX);
     let error = CollectiveError::Mismatch { rank, op, message };
     Error::from(CheckpointError::from(error)).with_hint(ADVICE)
+}
+
+/// What a rank is about to do. Ranks with other options than rank 0 would each write their part of another
+/// result.
+///
+/// Paths are no part of it: one place may have another path on each host, and is compared by what it holds.
+#[derive(Debug)]
+pub(crate) struct Work {
+    job: String,
+    options: Vec<(String, u128)>,
+}
+
+impl Work {
+    /// The job of this name, such as "merge".
+    pub(crate) fn new(name: &str, job: &JobOptions) -> Self {
+        let work = Self { job: name.to_owned(), options: Vec::new() };
+        work.option("dry run", &job.dry_run).option("callables", &job.callables)
+    }
+
+    /// An option by its name, the value of which is what it is for [`Debug`](fmt::Debug).
+    pub(crate) fn option(mut self, name: &str, value: &dyn fmt::Debug) -> Self {
+        self.options.push((name.to_owned(), fnv1a_128(format!("{value:?}").as_bytes())));
+        self
+    }
+
+    fn write_to(&self, message: &mut MessageWriter) {
+        message.text(&self.job);
+        message.number(self.options.len() as u64);
+        for (name, value) in &self.options {
+            message.text(name);
+            message.bytes(&value.to_le_bytes());
+        }
+    }
+
+    fn read_from(message: &mut MessageReader<'_>) -> Result<Self, CheckpointError> {
+        let job = message.text()?.to_owned();
+        let options = (0..message.count()?)
+            .map(|_| Ok((message.text()?.to_owned(), number_of(message)?)))
+            .collect::<Result<_, CheckpointError>>()?;
+        Ok(Self { job, options })
+    }
+
+    /// How another rank's differs from this one, which is rank 0's.
+    fn difference(&self, other: &Self) -> Option<String> {
+        if self.job != other.job {
+            return Some(format!(
+                "it runs the job {}, and rank 0 {}",
+                Quoted(&other.job),
+                Quoted(&self.job)
+            ));
+        }
+        let mut pairs = self.options.iter().zip(&other.options);
+        let (name, _) = pairs.find_map(|(one, other)| (one != other).then_some(one))?;
+        Some(format!("its option {} has another value than that of rank 0", Quoted(name)))
+    }
+}
+
+fn number_of(message: &mut MessageReader<'_>) -> Result<u128, CheckpointError> {
+    Ok(u128::from_le_bytes(message.bytes()?.try_into().unwrap_or_default()))
 }
 
 /// What a rank sees of one source.
@@ -75,11 +136,7 @@ impl Seen {
 
     fn read_from(message: &mut MessageReader<'_>) -> Result<Self, CheckpointError> {
         let name = message.text()?.to_owned();
-        let mut number = || -> Result<u128, CheckpointError> {
-            let bytes = message.bytes()?.try_into().unwrap_or_default();
-            Ok(u128::from_le_bytes(bytes))
-        };
-        Ok(Self { name, index: number()?, files: number()? })
+        Ok(Self { name, index: number_of(message)?, files: number_of(message)? })
     }
 
     /// How another rank's differs from this one, which is rank 0's.
@@ -96,10 +153,11 @@ impl Seen {
     }
 }
 
-/// Refuses ranks that open other checkpoints than rank 0: another index, or files of other lengths or
-/// versions. All ranks fail with one error, which names the lowest of those that differ.
+/// Refuses ranks that do other work than rank 0, or open other checkpoints: another index, or files of
+/// other lengths or versions. All ranks fail with one error, which names the lowest of those that differ.
 pub(crate) async fn same_sources(
     job: &JobOptions,
+    work: Work,
     checkpoints: &[&Checkpoint],
 ) -> Result<(), Error> {
     let Some(group) = several(job) else { return Ok(()) };
@@ -109,44 +167,55 @@ pub(crate) async fn same_sources(
         let files = files_of(checkpoint).await?;
         seen.push(Seen::new(&checkpoint.uri, &names.to_wire(), &files));
     }
-    agree(group, &seen).await
+    agree(group, &work, &seen).await
 }
 
 /// The same for a source that is these files.
 pub(crate) async fn same_files(
     job: &JobOptions,
+    work: Work,
     name: &str,
     files: &[ObjectMeta],
 ) -> Result<(), Error> {
     let Some(group) = several(job) else { return Ok(()) };
     let files = files.iter().map(|file| (file.key.clone(), Some(file.clone()))).collect();
-    agree(group, &[Seen::new(name, &[], &files)]).await
+    agree(group, &work, &[Seen::new(name, &[], &files)]).await
 }
 
-async fn agree(group: &JobGroup, seen: &[Seen]) -> Result<(), Error> {
+async fn agree(group: &JobGroup, work: &Work, seen: &[Seen]) -> Result<(), Error> {
     let mut message = MessageWriter::new(SEEN);
+    work.write_to(&mut message);
     message.number(seen.len() as u64);
     seen.iter().for_each(|one| one.write_to(&mut message));
-    let all = group.all_gather(message.finish()).await?;
-    let decode = |bytes: &[u8]| -> Result<Vec<Seen>, CheckpointError> {
-        let mut message = MessageReader::new(bytes, SEEN)?;
-        let all = (0..message.count()?).map(|_| Seen::read_from(&mut message)).collect();
-        message.finish()?;
-        all
-    };
-    let op = "the look at the source";
-    let first = all.first().map(|bytes| decode(bytes)).transpose()?.unwrap_or_default();
-    for (rank, bytes) in all.iter().enumerate() {
-        let other = decode(bytes)?;
-        if other.len() != first.len() {
-            return Err(differs(rank, op, "it opens other checkpoints than rank 0".to_owned()));
-        }
-        let difference = first.iter().zip(&other).find_map(|(one, other)| one.difference(other));
-        if let Some(difference) = difference {
-            return Err(differs(rank, op, difference));
+    let own = message.finish();
+    let all = group.all_gather(own.clone()).await?;
+    let first = all.first().unwrap_or(&own);
+    for (rank, other) in all.iter().enumerate() {
+        if let Some(difference) = difference(first, other)? {
+            return Err(differs(rank, "the look at the source", difference));
         }
     }
     Ok(())
+}
+
+/// How what another rank does and sees differs from what rank 0 does and sees.
+fn difference(first: &[u8], other: &[u8]) -> Result<Option<String>, CheckpointError> {
+    let decode = |bytes: &[u8]| -> Result<(Work, Vec<Seen>), CheckpointError> {
+        let mut message = MessageReader::new(bytes, SEEN)?;
+        let work = Work::read_from(&mut message)?;
+        let seen =
+            (0..message.count()?).map(|_| Seen::read_from(&mut message)).collect::<Result<_, _>>();
+        message.finish()?;
+        Ok((work, seen?))
+    };
+    let ((work, seen), (other_work, other_seen)) = (decode(first)?, decode(other)?);
+    if let Some(difference) = work.difference(&other_work) {
+        return Ok(Some(difference));
+    }
+    if seen.len() != other_seen.len() {
+        return Ok(Some("it opens other checkpoints than rank 0".to_owned()));
+    }
+    Ok(seen.iter().zip(&other_seen).find_map(|(one, other)| one.difference(other)))
 }
 
 /// The files of a checkpoint: those that its index names, and those that its formats own; `None` for

@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::new_folders::NewFolders;
 use crate::overlap_guard::{Shape, keep_apart};
 use crate::rollback::Rollback;
-use crate::same_place::{SharedTarget, same_sources};
+use crate::same_place::{SharedTarget, Work, same_sources};
 use crate::setters::job_options;
 use crate::target::{Place, TargetOptions};
 use crate::whole::Whole;
@@ -70,7 +70,8 @@ impl Unsharding<'_> {
     /// When there is no `model`, and those of [`Conversion::run`](crate::jobs::Conversion::run).
     pub async fn run(self) -> Result<UnshardReport, Error> {
         let checkpoint = Whole::of(self.checkpoint).await?;
-        same_sources(&self.job, &[&checkpoint]).await?;
+        let work = Work::new("unshard", &self.job).option("how it unshards", &self.options);
+        same_sources(&self.job, work, &[&checkpoint]).await?;
         keep_apart(&checkpoint, &self.target, Shape::Folder).await?;
         let shared = SharedTarget::begin(&self.job, Shape::Folder).await?;
         let folders = NewFolders::before(&self.target, &self.rollback);

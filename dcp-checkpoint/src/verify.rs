@@ -13,7 +13,7 @@ use dcp_megatron::jobs::verify_opened;
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
 use crate::open::read_all_the_same;
-use crate::same_place::same_sources;
+use crate::same_place::{Work, same_sources};
 use crate::setters::job_options;
 use crate::whole::Whole;
 
@@ -86,7 +86,8 @@ impl Verification<'_> {
     /// When the storage fails; damage is in the report.
     pub async fn run(self) -> Result<VerifyReport, Error> {
         let checkpoint = &*Whole::with_all_keys(self.checkpoint).await?;
-        same_sources(&self.job, &[checkpoint]).await?;
+        let work = Work::new("verification", &self.job).option("--deep", &self.deep);
+        same_sources(&self.job, work, &[checkpoint]).await?;
         let mut report = match &checkpoint.megatron {
             Some(megatron) => {
                 let mut report = verify_opened(megatron, self.deep, &self.job).await?;

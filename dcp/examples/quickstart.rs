@@ -3,7 +3,7 @@
 //! with what PyTorch says it holds.
 //!
 //! ```sh
-//! cargo run --release -p distcp --example quickstart
+//! cargo run --example quickstart
 //! ```
 #![allow(clippy::print_stdout, reason = "a program that prints")]
 

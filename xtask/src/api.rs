@@ -1,7 +1,7 @@
 //! The public names of each published crate, as text in `api/`: a change of them shows in a diff.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::{Result, process, workspace};
@@ -27,11 +27,12 @@ pub(crate) fn main(args: &[&str]) -> Result {
     }
     let folder = workspace::root().join("api");
     std::fs::create_dir_all(&folder)?;
+    let described = described()?;
     let mut kept = BTreeSet::new();
     let mut differences = Vec::new();
     for package in workspace::packages()?.into_iter().filter(|package| package.is_public()) {
         let file = folder.join(format!("{}.txt", package.name));
-        let is = public_names(&package.name)?;
+        let is = public_names(&described, &package.library.unwrap_or_default())?;
         if update {
             std::fs::write(&file, &is)?;
         } else {
@@ -80,14 +81,27 @@ fn has_tool() -> bool {
     is_there || process::run(&mut install).is_ok()
 }
 
+/// Describes all libraries in one build, and returns the folder of the descriptions. One build for each
+/// would compile dependencies again, with the features that it alone turns on.
+fn described() -> Result<PathBuf> {
+    let target = workspace::target()?.join("public-names");
+    let mut doc = nightly();
+    doc.args(["doc", "--quiet", "--workspace", "--lib", "--no-deps", "--all-features"]);
+    doc.arg("--target-dir").arg(&target);
+    // The lints of documentation are those of the compiler that the workspace is built with.
+    let flags = "-Z unstable-options --output-format json --cap-lints allow";
+    process::run(doc.env("RUSTDOCFLAGS", flags))?;
+    Ok(target.join("doc"))
+}
+
 /// One line for each public item, without those that a compiler derives or implements.
-fn public_names(package: &str) -> Result<String> {
+fn public_names(described: &Path, library: &str) -> Result<String> {
     let mut list = nightly();
-    list.args(["public-api", "-sss", "--all-features", "--color", "never", "-p", package]);
-    let output = list.output()?;
+    list.args(["public-api", "-sss", "--color", "never", "--rustdoc-json"]);
+    let output = list.arg(described.join(format!("{library}.json"))).output()?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
-        return Err(format!("cannot list what is public in {package}\n{said}").into());
+        return Err(format!("cannot list what is public in {library}\n{said}").into());
     }
     Ok(String::from_utf8(output.stdout)?)
 }

@@ -31,7 +31,7 @@ pub(crate) fn main() -> Result {
         println!("SKIPPED: the jobs do not run, only root can start a node of Slurm");
         return Ok(());
     }
-    run(workspace::cargo().args(["build", "--quiet", "-p", "dcp-cli", "--bin", "dcp"]))?;
+    workspace::build()?;
     let scratch = Scratch::new(&std::env::temp_dir(), "dcp-slurm", false)?;
     let cluster = Cluster::start(scratch.path())?;
     for file in &files {

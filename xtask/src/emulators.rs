@@ -266,9 +266,9 @@ impl Emulators {
     }
 
     fn gcs(&mut self) -> Result {
-        let mut cargo = workspace::cargo();
-        cargo.args(["build", "--quiet", "-p", "dcp-conformance", "--features", "http"]);
-        process::run(cargo.args(["--example", "gcs_double"]))?;
+        // Of the whole workspace, whose tests have its features.
+        let selection = ["build", "--quiet", "--workspace", "--example", "gcs_double"];
+        process::run(workspace::cargo().args(selection))?;
         let double = workspace::target()?.join("debug/examples/gcs_double");
         let server = Server::start(Command::new(double).arg(BUCKET), "serves ")?;
         self.set("DCP_TEST_GCS_ENDPOINT", &server.endpoint);

@@ -64,7 +64,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
     if is_plain && torch == venv::NEWEST {
         venv::with_libraries(&python)?;
     }
-    let rust = build()?;
+    let rust = workspace::build()?.join("examples/interop");
     let scratch = Scratch::new(&std::env::temp_dir(), "dcp-interop", keep)?;
     let run = Run { python, rust, folder: scratch.path() };
 
@@ -393,20 +393,4 @@ impl Run<'_> {
         });
         run_ranks(commands.collect(), LIMIT)
     }
-}
-
-/// Builds the Rust half and says where it is.
-fn build() -> Result<PathBuf> {
-    // The whole workspace, because that is what the tests were built as: the same features, so
-    // nothing is compiled twice.
-    run(workspace::cargo().args([
-        "build",
-        "--quiet",
-        "--workspace",
-        "--bin",
-        "dcp",
-        "--example",
-        "interop",
-    ]))?;
-    Ok(workspace::target()?.join("debug").join("examples").join("interop"))
 }

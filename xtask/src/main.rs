@@ -36,6 +36,8 @@ mod contracts;
 #[cfg(test)]
 mod layers;
 #[cfg(test)]
+mod lock_files;
+#[cfg(test)]
 mod phrases;
 #[cfg(test)]
 mod public_names;
@@ -77,8 +79,7 @@ cargo xtask <command>
   mpi                                 the crate for MPI, on ranks of Open MPI
   deploy                              the job files of deploy/, on a Slurm of one node where it is
   features                            each package and each feature alone, and the plug-in
-  torture [--short] [--seeds N] [--json]
-                                      disturbs saves and commands at every operation: crashes,
+  torture [--seeds N] [--json]        disturbs saves and commands at every operation: crashes,
                                       kills, full disks, errors, stalls; prints the counts
   readme                              runs the first command of README.md
   api [--update]                      compares the public names of published crates with api/

@@ -12,7 +12,7 @@ type Check = fn() -> Result;
 const CHECKS: [(&str, Check); 3] = [("fish", fish), ("zsh", zsh), ("groff", groff)];
 
 pub(crate) fn main() -> Result {
-    process::run(workspace::cargo().args(["build", "-q", "-p", "dcp-cli"]))?;
+    workspace::build()?;
     for (program, check) in CHECKS {
         if process::succeeds(Command::new(program).arg("--version")) {
             check().map_err(|error| format!("{program}: {error}"))?;

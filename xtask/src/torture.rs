@@ -22,32 +22,25 @@ const TESTS: &[(&[&str], &[&str])] = &[
     ),
 ];
 
-/// Those of the short form.
-const SHORT: &[(&[&str], &[&str])] = &[
-    (&["-p", "dcp-cli", "--lib"], &["every_operation::crashes", "cases::to_dcp"]),
-    (&["-p", "distcp", "--test", "it"], &["crashes::", "disturbed::"]),
-];
-
 /// Runs the tests and prints the table.
 pub(crate) fn main(args: &[&str]) -> Result {
-    let (mut short, mut as_json, mut seeds) = (false, false, None);
+    let (mut as_json, mut seeds) = (false, 20);
     let mut args = args.iter();
     while let Some(arg) = args.next() {
         match *arg {
-            "--short" => short = true,
             "--json" => as_json = true,
-            "--seeds" => seeds = Some(args.next().ok_or("--seeds needs a number")?.parse::<u32>()?),
+            "--seeds" => seeds = args.next().ok_or("--seeds needs a number")?.parse::<u32>()?,
             other => return Err(format!("unknown argument {other}").into()),
         }
     }
     let begin = Instant::now();
     let scratch = Scratch::new(&workspace::target()?, "torture", false)?;
     let report = scratch.path().join("report");
-    for (package, filters) in if short { SHORT } else { TESTS } {
+    for (package, filters) in TESTS {
         let mut test = workspace::cargo();
         test.args(["test", "--quiet"]).args(*package).arg("--").args(*filters);
         test.env("DCP_TORTURE_REPORT", &report);
-        test.env("DCP_TORTURE_SEEDS", seeds.unwrap_or(if short { 1 } else { 20 }).to_string());
+        test.env("DCP_TORTURE_SEEDS", seeds.to_string());
         process::run(&mut test)?;
     }
     let lines = std::fs::read_to_string(&report)?;

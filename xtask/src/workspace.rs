@@ -20,6 +20,16 @@ pub(crate) fn cargo() -> Command {
     cargo
 }
 
+/// Builds the command and the Rust half of `interop`, and returns the folder of the command.
+///
+/// The same selection wherever either is needed: cargo unifies features over what it selects, and over
+/// the development dependencies of examples, so this one finds compiled what the tests have compiled.
+pub(crate) fn build() -> Result<PathBuf> {
+    let selection = ["build", "--quiet", "--workspace", "--bin", "dcp", "--example", "interop"];
+    process::run(cargo().args(selection))?;
+    Ok(target()?.join("debug"))
+}
+
 /// A crate of this workspace.
 #[derive(Debug)]
 pub(crate) struct Package {
@@ -31,14 +41,14 @@ pub(crate) struct Package {
     pub(crate) features: Vec<String>,
     /// Whether it goes to crates.io.
     pub(crate) is_published: bool,
-    /// Whether others can use it as a library.
-    pub(crate) has_library: bool,
+    /// Its library by its name in Rust, if others can use it as one.
+    pub(crate) library: Option<String>,
 }
 
 impl Package {
     /// Whether programs of others are built with it.
     pub(crate) fn is_public(&self) -> bool {
-        self.is_published && self.has_library
+        self.is_published && self.library.is_some()
     }
 }
 
@@ -73,15 +83,16 @@ pub(crate) fn packages() -> Result<Vec<Package>> {
             dir: dir.ok_or("a crate outside the checkout")?.to_owned(),
             features,
             is_published,
-            has_library: has_library(package),
+            library: library(package),
         });
     }
     Ok(packages)
 }
 
-fn has_library(package: &Value) -> bool {
-    let is_library = |target: &Value| list(target, "kind").iter().any(|kind| kind == "lib");
-    list(package, "targets").iter().any(is_library)
+fn library(package: &Value) -> Option<String> {
+    let is_library = |target: &&Value| list(target, "kind").iter().any(|kind| kind == "lib");
+    let library = list(package, "targets").iter().find(is_library)?;
+    Some(text(library, "name").replace('-', "_"))
 }
 
 /// Where cargo builds.

@@ -1,4 +1,4 @@
-//! The entries of a local folder that a listing of it leaves out, and the permissions of its files.
+//! The entries of a local folder that a copy leaves out, and the permissions of its files.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,21 +25,29 @@ struct Folder {
     by_link: bool,
 }
 
+/// What is below a local folder besides the bytes of its files.
+#[derive(Debug, Default)]
+pub(super) struct LocalSource {
+    /// The permissions of the files that are copied: the bits of each, without those that a folder on its
+    /// way takes from the group or from others.
+    pub(super) permissions: BTreeMap<Key, u32>,
+    /// What is not copied, and needs no copy: names below the folder, each with a reason.
+    pub(super) left: Vec<String>,
+}
+
 /// Looks at everything below `root`, of which `listed` are the files that a copy copies.
-///
-/// Returns the permissions of those: the bits of each, without those that a folder on its way takes from
-/// the group or from others.
 ///
 /// # Errors
 ///
-/// For a link that was not followed, and for a name that is no key. What the listing has not because it
-/// is newer, or no file, is no error.
+/// For a link that leads out and was not followed, and for a name that is no key. What the listing has
+/// not because it is newer, or no file, is no error.
 pub(super) fn look(
     root: &Path,
     listed: &dyn Fn(&Key) -> bool,
     has_below: &dyn Fn(&str) -> bool,
-) -> Result<BTreeMap<Key, u32>, Error> {
-    let mut permissions = BTreeMap::new();
+) -> Result<LocalSource, Error> {
+    let mut found = LocalSource::default();
+    let inside = root.canonicalize().ok();
     let first = Folder {
         path: root.to_owned(),
         prefix: String::new(),
@@ -76,6 +84,7 @@ pub(super) fn look(
             }
             let below = format!("{}{name}", folder.prefix);
             if !kind.is_symlink() && !kind.is_dir() && !kind.is_file() {
+                found.left.push(format!("{} is no file and no folder", Quoted(&below)));
                 continue;
             }
             let key = match Key::new(&below) {
@@ -88,7 +97,18 @@ pub(super) fn look(
                 true => match fs::metadata(&path) {
                     Ok(meta) if meta.is_dir() && is_empty(&path) => continue,
                     Ok(meta) if meta.is_dir() && !folder.by_link && has_below(&below) => true,
-                    Ok(meta) if !meta.is_dir() && !meta.is_file() => continue,
+                    Ok(meta) if !meta.is_dir() && !meta.is_file() => {
+                        found.left.push(format!("{} leads to no file", Quoted(&below)));
+                        continue;
+                    }
+                    // `latest` and the like: what it leads to is copied under its own name.
+                    Ok(meta) if meta.is_dir() && !folder.by_link && is_below(&path, &inside) => {
+                        found.left.push(format!(
+                            "{} is a link to another folder of the source",
+                            Quoted(&below)
+                        ));
+                        continue;
+                    }
                     Ok(_) => return Err(not_followed(&path)),
                     Err(error) => return Err(leads_nowhere(&path, error)),
                 },
@@ -100,11 +120,17 @@ pub(super) fn look(
             } else if listed(&key)
                 && let Ok(meta) = fs::metadata(&path)
             {
-                permissions.insert(key, meta.permissions().mode() & folder.allowed);
+                found.permissions.insert(key, meta.permissions().mode() & folder.allowed);
             }
         }
     }
-    Ok(permissions)
+    Ok(found)
+}
+
+/// Whether a link leads to something below the folder that is copied.
+fn is_below(link: &Path, root: &Option<PathBuf>) -> bool {
+    let Some(root) = root else { return false };
+    link.canonicalize().is_ok_and(|path| path != *root && path.starts_with(root))
 }
 
 /// The permissions of `allowed` that a folder leaves to the files in it.

@@ -35,8 +35,8 @@ pub(super) struct Look {
 #[derive(Debug)]
 pub(super) struct Seen {
     pub(super) step: RunStep,
-    /// The path of the best checkpoint, as the trainer had noted it by then.
-    pub(super) best: Option<String>,
+    /// The paths of the best checkpoints, as the trainer had noted them by then.
+    pub(super) best: Vec<String>,
     /// The folders of other steps that links in its folder lead into.
     pub(super) linked: BTreeSet<String>,
     /// Identifies its files; see [`Sidecars::identity`].
@@ -218,9 +218,9 @@ fn seen(
     if complete == Some(true) && StepNaming::is_temporary(name) {
         complete = Some(false);
         problem = Some("it was never renamed to its final name".to_owned());
-    } else if complete == Some(true) && sidecars.is_state_unreadable {
+    } else if let (Some(true), Some(file)) = (complete, sidecars.unreadable_state) {
         complete = None;
-        problem = Some(format!("its {TRAINER_STATE} cannot be read"));
+        problem = Some(format!("its {file} cannot be read"));
     }
     if deleting {
         complete = Some(false);

@@ -6,6 +6,7 @@
 //! both.
 
 mod delete;
+mod lightning;
 mod links;
 mod look;
 mod order;

@@ -195,7 +195,7 @@ pub(super) fn keep_needed(look: &Look, plan: &mut PrunePlan) {
 /// Why `kept` needs `one`.
 fn need(kept: &Seen, one: &Seen) -> Option<String> {
     let name = &kept.step.name;
-    if kept.best.as_ref().is_some_and(|best| names_folder(best, &one.step.name)) {
+    if kept.best.iter().any(|best| names_folder(best, &one.step.name)) {
         return Some(format!("{name:?} names it as the best"));
     }
     if kept.linked.contains(&one.step.name) {

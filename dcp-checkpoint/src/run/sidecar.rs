@@ -12,6 +12,7 @@ use futures_util::TryStreamExt;
 use serde::{Deserialize, Serialize};
 
 use super::StepNaming;
+use super::lightning::{LIGHTNING_STATE, LIGHTNING_STATE_BYTES_MAX, LightningState};
 use super::recorded::{TRAINER_STATE, TRAINER_STATE_BYTES_MAX, TrainerState, own_metrics};
 
 /// A checkpoint with this file is pinned.
@@ -35,14 +36,14 @@ pub(super) struct Sidecars {
     /// Whether a save has written into the folder since its deletion began.
     pub(super) saved_again: bool,
     pub(super) metrics: BTreeMap<String, f64>,
-    /// The path of the best checkpoint, as the trainer has noted it.
-    pub(super) best: Option<String>,
+    /// The paths of the best checkpoints, as the trainer has noted them.
+    pub(super) best: Vec<String>,
     /// The time of the newest file that is none of these.
     pub(super) modified: Option<SystemTime>,
     /// Identifies the files, on a file system.
     pub(super) identity: Option<u64>,
-    /// Whether there is a `trainer_state.json` that cannot be read, so that the best checkpoint is unknown.
-    pub(super) is_state_unreadable: bool,
+    /// The file of the trainer's state that cannot be read, so that the best checkpoint is unknown.
+    pub(super) unreadable_state: Option<&'static str>,
     /// The files of the trainer's state besides weights: paths with `#` in place of each number.
     pub(super) state_files: BTreeSet<String>,
 }
@@ -125,7 +126,7 @@ impl Sidecars {
         step: u64,
     ) -> Result<Self, StorageError> {
         let mut found = Self::default();
-        let (mut metrics, mut mark, mut state) = (None, None, None);
+        let (mut metrics, mut mark, mut state, mut lightning) = (None, None, None, None);
         let mut files = Vec::new();
         let mut listed = storage.list(Some(folder));
         while let Some(meta) = listed.try_next().await? {
@@ -139,6 +140,8 @@ impl Sidecars {
                 name => {
                     if is_direct && name == TRAINER_STATE {
                         state = Some(meta.clone());
+                    } else if is_direct && name == LIGHTNING_STATE {
+                        lightning = Some(meta.clone());
                     }
                     files.push(meta);
                 }
@@ -169,7 +172,9 @@ impl Sidecars {
         let has_state = state.is_some();
         let state = read_at_most(storage, state, TRAINER_STATE_BYTES_MAX).await?;
         let state = state.and_then(|json| TrainerState::parse(&json, Some(step)));
-        found.is_state_unreadable = has_state && state.is_none();
+        if has_state && state.is_none() {
+            found.unreadable_state = Some(TRAINER_STATE);
+        }
         if let Some(state) = state {
             found.metrics = state.metrics;
             let is_best = |path: &String| names_folder(path, folder.file_name());
@@ -178,7 +183,17 @@ impl Sidecars {
             {
                 found.metrics.insert("best_metric".to_owned(), value);
             }
-            found.best = state.best_checkpoint;
+            found.best.extend(state.best_checkpoint);
+        }
+        if lightning.is_some() {
+            let state = read_at_most(storage, lightning, LIGHTNING_STATE_BYTES_MAX).await?;
+            match state.and_then(|state| LightningState::parse(state, folder.file_name())) {
+                Some(state) => {
+                    found.metrics.extend(state.metrics);
+                    found.best.extend(state.best);
+                }
+                None => found.unreadable_state = Some(LIGHTNING_STATE),
+            }
         }
         if let Some(json) = read_at_most(storage, metrics, METRICS_BYTES_MAX).await? {
             found.metrics.extend(own_metrics(&json));

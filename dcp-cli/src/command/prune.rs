@@ -43,8 +43,8 @@ Examples:
   dcp prune runs/llama --incomplete --dry-run             what killed saves left
 
   A trainer records metrics when it saves (`CheckpointManager`); those of transformers are read from
-  trainer_state.json. Another program writes them into the
-  folder of a checkpoint, as .dcp-metrics.json: {\"metrics\": {\"eval_loss\": 2.31}}
+  trainer_state.json, those of Lightning from meta.pt. Another program writes them into the folder of
+  a checkpoint, as .dcp-metrics.json: {\"metrics\": {\"eval_loss\": 2.31}}
 
 JSON:
   {\"dry_run\", \"steps\": [STEP, …], \"skipped\": [{\"name\", \"step\", \"problem\"}, …],
@@ -185,6 +185,10 @@ pub(crate) fn prune(args: &Prune, session: &Session) -> Result<(), Failure> {
     if session.follow_links {
         return Err(Failure::new(Exit::Usage, "prune follows no links out of a run")
             .hint("leave out --follow-links; name the folder that a link leads to"));
+    }
+    if let Some(step) = args.pin.iter().find(|step| args.unpin.contains(step)) {
+        let message = format!("--pin {step} and --unpin {step} say the opposite of each other");
+        return Err(Failure::new(Exit::Usage, message).hint("leave one of them out"));
     }
     let has_pins = !args.pin.is_empty() || !args.unpin.is_empty();
     if args.policy().is_empty() && !args.incomplete && !has_pins {

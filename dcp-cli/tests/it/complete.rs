@@ -225,6 +225,25 @@ fn a_file_that_an_index_names_is_missed() {
 }
 
 #[test]
+fn an_index_that_names_no_tensor_is_no_model() {
+    for step in steps().iter().filter(|step| step.what.ends_with("shards")) {
+        let run = run_of(step);
+        let step20 = run.path().join("step20");
+        let is_index = |file: &PathBuf| file.to_str().unwrap().ends_with(".index.json");
+        let index = files(&step20).into_iter().find(is_index).unwrap();
+        fs::write(step20.join(index), r#"{"metadata": {}, "weight_map": {}}"#).unwrap();
+        let (complete, problem) = state(run.path(), "step20");
+        assert_eq!(complete, false, "{}", step.what);
+        assert!(problem.contains("names no tensor"), "{problem}");
+        let (uri, target) = (step20.display().to_string(), run.path().join("target"));
+        assert_ne!(dcp(["verify", "-q", &uri]).code, 0, "{}", step.what);
+        let convert = ["convert", "-q", "--to", "dcp", &uri, target.to_str().unwrap()];
+        dcp(convert).fails(1, &["index", "names no tensor"]);
+        assert!(!target.exists());
+    }
+}
+
+#[test]
 fn a_missing_folder_of_a_rank_is_named() {
     let run = tempfile::tempdir().unwrap();
     let legacy = fixtures().join("../megatron/run_legacy_torch_tp2/iter_0000010");

@@ -224,6 +224,7 @@ fn quantized_tensors_keep_their_scales() {
     let keys = |place: &str| dcp(["inspect", place, "--json"]).json()["keys"].clone();
     assert_eq!(keys("quantized")["qint8"]["dtype"], keys(&copy)["qint8"]["dtype"]);
     dcp(["diff", "quantized", &copy]).ok();
+    dcp(["verify", "--deep", &copy]).ok();
     // Renamed and next to tensors that are cast, too.
     let file = path(&folder, "x.pt");
     let rename = "--rename=s/^q/z/";

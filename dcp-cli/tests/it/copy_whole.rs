@@ -69,9 +69,16 @@ fn links_out_of_the_source_are_copied_or_refused() {
     symlink("__1_0.distcp", run.join("step-10/link")).unwrap();
     fs::create_dir(folder.path().join("empty")).unwrap();
     symlink(folder.path().join("empty"), run.join("step-10/empty")).unwrap();
+    // A link to a step is no second step.
+    symlink("step-10", run.join("latest")).unwrap();
     let target = path(&folder, "with-link");
-    dcp(["copy", run.to_str().unwrap(), &target]).ok();
+    let copied = dcp(["copy", run.to_str().unwrap(), &target]);
+    for said in ["not copying", "\"latest\" is a link to another folder of the source"] {
+        assert!(copied.stderr.contains(said), "{}", copied.stderr);
+    }
+    copied.ok();
     assert!(Path::new(&target).join("step-10/link").is_file());
+    assert!(!Path::new(&target).join("latest").exists());
 }
 
 #[test]

@@ -79,6 +79,11 @@ fn everything_but_weights_and_state_goes_with_a_model() {
         said(&run, name);
     }
     said(&run, "not copying onnx/, optimizer.pt, ");
+    let run = dcp(["convert", &from, &at("dcp"), "--to=dcp"]);
+    said(
+        &run,
+        "not converting optimizer.pt, rng_state_0.pth, trainer_state.json, training_args.bin: ",
+    );
     let file = format!("{from}/model.safetensors");
     for config in [from.clone(), format!("{from}/config.json")] {
         dcp(["convert", &file, &of_config, "--to=hf", "--overwrite", "--config", &config]).ok();

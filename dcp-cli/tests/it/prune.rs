@@ -64,6 +64,27 @@ fn a_dry_run_says_what_goes_and_why_and_yes_deletes_that() {
     dcp(["verify", &format!("{uri}/step-40"), "--deep"]).ok();
 }
 
+/// `best_k_models` and `best_model_path` of the callback `ModelCheckpoint`, in the state of the trainer.
+#[test]
+fn the_best_of_lightning_stays_and_its_metrics_count() {
+    let folder = tempfile::tempdir().unwrap();
+    let name = |step: u32| format!("epoch=0-step={step}.ckpt");
+    for step in [2, 4, 6] {
+        let target = folder.path().join(name(step));
+        dcp_testing::copy_folder(&fixtures().join(SOURCE), &target);
+        let state = fixtures().join("../other_programs/lightning/meta.pt");
+        fs::copy(state, target.join("meta.pt")).unwrap();
+    }
+    let uri = folder.path().display().to_string();
+    let last = dcp(["prune", &uri, "--keep-last", "1", "--dry-run", "--json"]).json();
+    assert_eq!(deleted(&last), [name(4)]);
+    assert_eq!(last["steps"][0]["metrics"]["val_loss"], 0.25);
+    assert!(last["steps"][0]["reason"].to_string().contains("names it as the best"), "{last:#}");
+    let best = ["prune", &uri, "--keep-best", "1", "--metric", "val_loss", "--lowest", "--yes"];
+    dcp(best).ok();
+    assert_eq!(names(&uri), [name(2), name(6)]);
+}
+
 #[test]
 fn nothing_is_deleted_without_a_terminal_or_a_yes() {
     let (_folder, uri) = run(&[1, 2]);
@@ -95,6 +116,7 @@ fn pins_and_metrics_keep_checkpoints() {
     assert_eq!(deleted(&highest), ["step-2"]);
     let lowest = dcp([&best[..], &["--lowest", "--yes"]].concat()).json();
     assert_eq!(deleted(&lowest), ["step-1"]);
+    dcp(["prune", &uri, "--pin", "3", "--unpin", "3"]).fails(2, &["--pin 3 and --unpin 3"]);
     dcp(["prune", &uri, "--unpin", "3", "--keep-last", "1", "--yes"]).ok();
     assert_eq!(names(&uri), ["llama-3-8b", "step-4", "train.log"]);
     dcp(["prune", &uri, "--pin", "7"]).fails(3, &["no checkpoint of step 7"]);

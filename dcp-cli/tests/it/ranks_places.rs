@@ -85,6 +85,37 @@ fn another_index_on_a_rank_is_named() {
     }
 }
 
+/// Ranks that each write their part of another result would mix the two.
+#[test]
+fn another_option_or_job_on_a_rank_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = path(&folder, "target");
+    for (command, of_rank_0, of_rank_1, says) in [
+        (WRITERS[2], &["--dtype", "f32"][..], &["--dtype", "bf16"][..], "\"--dtype\""),
+        (WRITERS[2], &[], &["--exclude", "optim.*"], "\"keys\""),
+        (WRITERS[2], &[], &["--dry-run"], "\"dry run\""),
+        (WRITERS[1], &[], &["--compress", "zstd"], "\"--compress\""),
+        (WRITERS[6], &[], &["--weights", "0.25,0.75"], "\"how it averages\""),
+        (WRITERS[8], &[], &["--optim"], "\"how it unshards\""),
+        (READERS[2], &["--atol", "1"], &["--atol", "2"], "\"what is compared\""),
+        (&["stats", "SOURCE"], &[], &["model.embed.weight"], "\"keys\""),
+    ] {
+        let args = |rank| {
+            let more = if rank == 1 { of_rank_1 } else { of_rank_0 };
+            filled(&[command, more].concat(), SOURCE, &target)
+        };
+        let run = one_result(on_ranks_with(2, args));
+        run.fails(3, &["rank 1 ", "option", says, "of rank 0", "same options"]);
+        assert!(!Path::new(&target).exists(), "{command:?}");
+    }
+    let args = |rank| match rank {
+        1 => filled(READERS[1], SOURCE, &target),
+        _ => filled(READERS[0], SOURCE, &target),
+    };
+    let run = one_result(on_ranks_with(2, args));
+    run.fails(3, &["rank 1 ", "the job \"statistics\"", "\"verification\""]);
+}
+
 /// What a rank that was killed between two exchanges left is no file of a checkpoint.
 #[test]
 fn a_file_by_which_ranks_found_one_target_is_no_obstacle() {

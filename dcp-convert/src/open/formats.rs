@@ -56,6 +56,7 @@ struct Index {
 /// in its folder.
 fn missing_file(folder: &Folder<'_>, json: &[u8]) -> Option<String> {
     match serde_json::from_slice::<Index>(json) {
+        Ok(Index { weight_map }) if weight_map.is_empty() => Some("names no tensor".to_owned()),
         Ok(Index { weight_map }) => {
             let missing = weight_map.into_values().find(|file| !folder.has(file))?;
             Some(format!("names {missing:?}, which is missing"))
@@ -83,6 +84,9 @@ async fn open_indexed(
     let json = storage.read_range(index_file, 0..len).await?;
     let index: Index = serde_json::from_slice(&json).map_err(|error| bad(error.to_string()))?;
     let files: BTreeSet<&String> = index.weight_map.values().collect();
+    if files.is_empty() {
+        return Err(bad("it names no tensor".to_owned()));
+    }
     if files.len() > FILES_MAX {
         return Err(bad(format!("it names {} files, too many", files.len())));
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use dcp_core::checkpoint::{SaveSession, WriteReport};
 use dcp_core::error::StorageOp;
-use dcp_core::metadata::Entry;
+use dcp_core::metadata::{Entry, Placement};
 use dcp_core::storage::{Claim, PutMode, StorageExt as _};
 use dcp_core::{
     CheckpointError, CheckpointMetadata, FormatError, Key, Payload, Storage, StorageError,
@@ -67,7 +67,7 @@ async fn try_commit(
     Files { reports, own }: Files,
 ) -> Result<(), CheckpointError> {
     let world_size = u32::try_from(reports.len()).unwrap_or(u32::MAX);
-    let mut noted = noted_files(&reports);
+    let mut noted = noted_files(&reports, &carried_archives(metadata));
     let mut files: Vec<_> = reports.into_iter().flat_map(|report| report.files).collect();
     files.sort_unstable();
     if let Err(error) = check_files(storage, metadata, &files, &own).await {
@@ -117,11 +117,23 @@ async fn try_commit(
     Ok(())
 }
 
-/// What the sidecar says about the files of all ranks.
-fn noted_files(reports: &[WriteReport]) -> Vec<SidecarFile> {
+/// Where archives of quantized tensors are. A writer has no place for their scales, so what is listed as
+/// one was written as an object: a reader compares its elements, and the checksum of the writer is that
+/// of the whole archive.
+fn carried_archives(metadata: &CheckpointMetadata) -> HashSet<(&Key, u64)> {
+    let tensors = metadata.iter().filter_map(|(_, entry)| entry.as_tensor());
+    let chunks = tensors.filter(|tensor| tensor.dtype.is_quantized()).flat_map(|t| t.chunks.iter());
+    let place =
+        |placement: Placement| Some((metadata.file(placement.file)?, placement.byte_offset));
+    chunks.filter_map(|chunk| place(chunk.placement?)).collect()
+}
+
+/// What the sidecar says about the files of all ranks; no checksum of `carried` archives.
+fn noted_files(reports: &[WriteReport], carried: &HashSet<(&Key, u64)>) -> Vec<SidecarFile> {
     let of_rank = |(rank, report): (usize, &WriteReport)| -> Vec<SidecarFile> {
         let noted = |(key, byte_len): &(Key, u64)| {
-            let checksums = report.checksums.get(key).cloned().unwrap_or_default();
+            let mut checksums = report.checksums.get(key).cloned().unwrap_or_default();
+            checksums.retain(|(offset, _)| !carried.contains(&(key, *offset)));
             SidecarFile::new(key, *byte_len)
                 .with_rank(u32::try_from(rank).ok())
                 .with_sha256(report.sha256.get(key))

@@ -14,7 +14,7 @@ use dcp_core::text::counted;
 use dcp_core::{CheckpointError, CheckpointMetadata, Key, StorageError, StorageReader as _};
 
 use super::complete::UNFINISHED_NAME;
-use super::index_file::{INDEX_NAME, IndexFile};
+use super::index_file::{INDEX_NAME, IndexFile, NAMES_NOTHING};
 use super::layout::SINGLE_NAME;
 use super::other_program::{INDEX_HEAD_BYTES, IS_DELTA, other_program};
 use super::reader::HfReader;
@@ -176,6 +176,9 @@ impl CheckpointFormat for HuggingFaceFormat {
         };
         if index.is_delta {
             return Ok(Examined::of_other_program(IS_DELTA));
+        }
+        if index.weight_map.is_empty() {
+            return Ok(Examined::new(Some(format!("the {INDEX_NAME} {NAMES_NOTHING}"))));
         }
         let files: BTreeSet<&Key> = index.files().collect();
         let mut missing = MissingFiles::default();

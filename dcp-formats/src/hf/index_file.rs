@@ -37,6 +37,10 @@ struct Raw {
     weight_map: UniqueMap<String>,
 }
 
+/// The problem of an index without a tensor, as the predicate of a sentence. Every program writes an index
+/// of the files that it has written, so nothing is what is left of a model.
+pub(super) const NAMES_NOTHING: &str = "names no tensor";
+
 impl IndexFile {
     /// An index of tensors and their files.
     #[must_use]

@@ -12,7 +12,7 @@ use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use super::ENDING;
 use super::complete::{Names, replacement, unfinished};
 use super::finding::{Finding, FindingKind};
-use super::index_file::{INDEX_MAX, INDEX_NAME, IndexFile};
+use super::index_file::{INDEX_MAX, INDEX_NAME, IndexFile, NAMES_NOTHING};
 use super::layout::SINGLE_NAME;
 use super::merge::{FileHeader, merge};
 use super::other_program::IS_DELTA;
@@ -248,6 +248,9 @@ async fn indexed(storage: &dyn Storage, key: Key) -> Result<Files, CheckpointErr
     if file.is_delta {
         let message = format!("the directory of {key} {IS_DELTA}");
         return Err(CheckpointError::NotACheckpoint { message });
+    }
+    if file.weight_map.is_empty() {
+        return Err(in_file(FormatError::new("safetensors index", NAMES_NOTHING)).into());
     }
     let index = Index { key: key.clone(), file };
     let keys = index.file.files().map(|file| index.resolve(file)).collect::<Result<_, _>>()?;

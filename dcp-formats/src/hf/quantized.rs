@@ -7,6 +7,8 @@ use dcp_core::metadata::TensorEntry;
 use dcp_core::{CheckpointMetadata, DType, Dims, FormatError, Region};
 use serde::Deserialize;
 
+use super::sidecar_files::CONFIG_NAME;
+
 /// The default block of a scale, in rows and columns, as in DeepSeek's models and PyTorch's reader
 /// (2.15).
 pub const BLOCK: [u64; 2] = [128, 128];
@@ -211,8 +213,7 @@ pub fn configured_block(config: &[u8]) -> Result<Option<[u64; 2]>, FormatError> 
     struct Quantization {
         weight_block_size: Option<[u64; 2]>,
     }
-    let config: Config = serde_json::from_slice(config)
-        .map_err(|error| FormatError::new("model configuration", error.to_string()))?;
+    let config: Config = serde_json::from_slice(config).map_err(bad_config)?;
     Ok(config.quantization_config.and_then(|config| config.weight_block_size))
 }
 
@@ -230,6 +231,10 @@ pub fn configured_method(config: &[u8]) -> Option<String> {
     })
 }
 
+fn bad_config(error: serde_json::Error) -> FormatError {
+    FormatError::new("model configuration", error.to_string()).in_file(CONFIG_NAME, 0)
+}
+
 /// A model's `config.json` for its dequantized form: without a `quantization_config` for fp8 or
 /// MXFP4, which makes transformers search for scales. `None` if there is nothing to remove.
 ///
@@ -237,8 +242,8 @@ pub fn configured_method(config: &[u8]) -> Option<String> {
 ///
 /// When it is not a JSON object.
 pub fn config_without_quantization(config: &[u8]) -> Result<Option<Vec<u8>>, FormatError> {
-    let mut config: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(config)
-        .map_err(|error| FormatError::new("model configuration", error.to_string()))?;
+    let mut config: serde_json::Map<String, serde_json::Value> =
+        serde_json::from_slice(config).map_err(bad_config)?;
     let method = config.get("quantization_config").and_then(|config| config.get("quant_method"));
     if !method.and_then(|method| method.as_str()).is_some_and(|m| matches!(m, "fp8" | "mxfp4")) {
         return Ok(None);
@@ -274,8 +279,8 @@ pub fn config_with_dtype(config: &[u8], dtype: DType) -> Result<Option<Vec<u8>>,
         }
         changed
     }
-    let mut config: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(config)
-        .map_err(|error| FormatError::new("model configuration", error.to_string()))?;
+    let mut config: serde_json::Map<String, serde_json::Value> =
+        serde_json::from_slice(config).map_err(bad_config)?;
     if !change(&mut config, dtype.name()) {
         return Ok(None);
     }

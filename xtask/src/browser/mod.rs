@@ -39,7 +39,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
         println!("SKIPPED: there is no Chromium here; Debian has it as the package chromium");
         return Ok(());
     };
-    process::run(workspace::cargo().args(["build", "-q", "-p", "dcp-cli"]))?;
+    workspace::build()?;
     let scratch = Scratch::new(&std::env::temp_dir(), "dcp-browser", keep)?;
     let mut browser = Chromium::start(program, scratch.path())?;
     for (name, check) in CHECKS {

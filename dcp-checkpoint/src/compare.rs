@@ -127,7 +127,7 @@ impl Statistics<'_> {
             }
         };
         let checkpoint = Whole::of_keys(self.checkpoint, &selection.needed()).await?;
-        let work = Work::new("statistics", &self.job).option("keys", &selection);
+        let work = Work::divided("statistics", &self.job).option("keys", &selection);
         same_sources(&self.job, work, &[&checkpoint]).await?;
         let source = &checkpoint.source;
         let mut report = dcp_convert::stats(source, &selection, &self.job).await?;
@@ -170,7 +170,7 @@ impl Comparison<'_> {
         let options = &self.options;
         let a = Whole::of_keys(self.a, &options.needed(&options.a)).await?;
         let b = Whole::of_keys(self.b, &options.needed(&options.b)).await?;
-        let work = Work::new("comparison", &self.job).option("what is compared", options);
+        let work = Work::divided("comparison", &self.job).option("what is compared", options);
         same_sources(&self.job, work, &[&a, &b]).await?;
         let mut report = dcp_convert::diff(&a.source, &b.source, options, &self.job).await?;
         // Rank 0 of a group has the report of all.

@@ -195,8 +195,7 @@ impl Conversion<'_> {
             let left = model_files::trainer_files_of(&checkpoint).await?;
             if !left.is_empty() {
                 notes.say(format!(
-                    "not converting {}: the state of the trainer is no part of the model, and \
-                     `dcp convert` takes each of its files alone",
+                    "not converting {}: the state of the trainer is no part of the model",
                     left.join(", ")
                 ));
             }

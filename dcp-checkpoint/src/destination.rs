@@ -257,6 +257,7 @@ impl Destination {
             .option("the layout of Megatron-Core", &self.megatron)
             .option("--compress", &self.compression)
             .option("--overwrite", &self.overwrite)
+            .option("--config", &self.config.as_deref().map(model_files::configuration_of))
     }
 
     fn not_compressed(&self, format: Format) -> Error {
@@ -365,6 +366,9 @@ impl Destination {
                     Some(from) => model_files::files_in(from)?,
                     None => Vec::new(),
                 };
+                if let Some(from) = &self.config {
+                    model_files::refuse_damaged(&files, from)?;
+                }
                 model_files::complete(&mut files, how.files);
                 if self.config.is_some() {
                     model_files::refuse_other_names(&files, &*source.metadata().await?)?;

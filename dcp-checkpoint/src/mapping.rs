@@ -2,9 +2,11 @@
 
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 
+use dcp_convert::jobs::diff::DiffOptions;
 use dcp_convert::read::read_object;
-use dcp_convert::{JobOptions, Source};
+use dcp_convert::{JobOptions, Selection, Source};
 use dcp_core::metadata::Entry;
 use dcp_core::storage::StorageExt;
 use dcp_core::{DType, Key, StorageError};
@@ -13,6 +15,7 @@ use dcp_mapping::{
     map_to_hf, map_to_megatron, recognize, recognize_config,
 };
 use dcp_megatron::MegatronArgs;
+use dcp_planner::KeyFilter;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind, Reasons};
@@ -176,6 +179,7 @@ impl MappingOptions {
             let facts = facts.with_padding(padding);
             let mut mapped = map_to_megatron(&source, &mapping, &facts, &how, job).await?;
             mapped.report.notes.splice(..0, notes);
+            mapped.report.notes.extend(untaken_differs(&mapped.report, &source, job).await?);
             return Ok(Named { source: mapped.source, config: None, report: Some(mapped.report) });
         }
         for (given, option, does) in [
@@ -378,6 +382,32 @@ async fn config_of(opened: &Checkpoint, folder: Option<&Path>) -> Result<serde_j
         return Err(Error::new(ErrorKind::Damaged, message));
     }
     serde_json::from_slice(&storage.read_range(&key, 0..len).await?).map_err(bad)
+}
+
+/// Says that an output embedding which is not taken differs from the input embedding to which the
+/// configuration ties it. Rank 0 of a group compares them.
+async fn untaken_differs(
+    report: &MappingReport,
+    source: &Source,
+    job: &JobOptions,
+) -> Result<Option<String>, Error> {
+    let (Some((output, input)), Some(job)) = (&report.untaken, job.of_coordinator()) else {
+        return Ok(None);
+    };
+    let only = |fqn: &Arc<str>| {
+        let mut selection = Selection::all();
+        selection.include = KeyFilter::any_of([&**fqn]);
+        selection.with_mapping([(fqn.to_string(), Some("embedding".to_owned()))].into())
+    };
+    let mut options = DiffOptions::default();
+    (options.a, options.b) = (only(output), only(input));
+    let differs = !dcp_convert::diff(source, source, &options, &job).await?.equal;
+    Ok(differs.then(|| {
+        format!(
+            "{output:?}, which is left out, has other values than {input:?}: transformers ignores them \
+             as the configuration ties the two; --untie keeps them"
+        )
+    }))
 }
 
 /// The configuration of the model that was made.

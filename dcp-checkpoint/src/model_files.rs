@@ -69,6 +69,8 @@ const WEIGHTS: &[&str] = &[
 const TRAINER: &[&str] = &[
     "trainer_state.json",
     "training_args",
+    "global_step",
+    "sampler",
     "optimizer",
     "scheduler",
     "scaler",
@@ -174,6 +176,27 @@ pub(crate) fn files_in(folder: &Path) -> Result<Files, Error> {
     Ok(files)
 }
 
+/// Refuses a configuration that is no JSON object, and names the folder of `--config`.
+pub(crate) fn refuse_damaged(files: &Files, folder: &Path) -> Result<(), Error> {
+    let Some((_, bytes)) = files.iter().find(|(key, _)| key.as_str() == CONFIG_NAME) else {
+        return Ok(());
+    };
+    let parsed = serde_json::from_slice::<serde_json::Map<String, serde_json::Value>>(bytes);
+    parsed.map(drop).map_err(|error| {
+        let path = folder.join(CONFIG_NAME).display().to_string();
+        let message = format!("the configuration {path:?} is no JSON object");
+        Error::new(ErrorKind::InvalidOption, message)
+            .because(error)
+            .with_hint("pass --config with the folder of a model of Hugging Face")
+    })
+}
+
+/// A digest of the `config.json` in `folder`; `None` if it cannot be read, which is an error later.
+pub(crate) fn configuration_of(folder: &Path) -> Option<u128> {
+    let bytes = read_at_most(&folder.join(CONFIG_NAME), FILE_MAX).ok()?;
+    Some(dcp_core::digest::fnv1a_128(&bytes))
+}
+
 /// The regular files and the folders in a directory, links followed.
 fn listed_in(folder: &Path) -> io::Result<Folder> {
     let mut found = Folder::default();
@@ -248,7 +271,9 @@ pub(crate) async fn trainer_files_of(checkpoint: &Checkpoint) -> Result<Vec<Stri
         return Ok(Vec::new());
     }
     let found = listed_of(&*checkpoint.storage, None).await?.unwrap_or_default();
-    Ok(found.files.into_keys().filter(|name| belongs_to_trainer(name)).collect())
+    let folders = found.folders.into_iter().filter(|name| belongs_to_trainer(name));
+    let files = found.files.into_keys().filter(|name| belongs_to_trainer(name));
+    Ok(folders.map(|name| format!("{name}/")).chain(files).collect())
 }
 
 /// The files and folders in a folder of a storage; `None` if it cannot list.

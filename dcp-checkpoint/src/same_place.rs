@@ -65,6 +65,13 @@ impl Work {
         work.option("dry run", &job.dry_run).option("callables", &job.callables)
     }
 
+    /// The same for a job whose ranks divide tensors into segments, each of which finds its own ones by
+    /// their length: so the memory of a rank decides which elements it reads.
+    pub(crate) fn divided(name: &str, job: &JobOptions) -> Self {
+        let work = Self::new(name, job).option("--max-memory", &job.max_memory);
+        work.option("--parallelism", &job.parallelism)
+    }
+
     /// An option by its name, the value of which is what it is for [`Debug`](fmt::Debug).
     pub(crate) fn option(mut self, name: &str, value: &dyn fmt::Debug) -> Self {
         self.options.push((name.to_owned(), fnv1a_128(format!("{value:?}").as_bytes())));

@@ -50,15 +50,21 @@ pub(crate) struct Connector;
 
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> Result<HttpClient> {
-        static INSTALLED: Once = Once::new();
-        INSTALLED.call_once(|| {
-            // An error means that the program has chosen one.
-            let _ = rustls::crypto::ring::default_provider().install_default();
-        });
+        install_provider();
         let addresses = Addresses::default();
         let client = HttpClient::new(client::build(options, addresses.clone())?);
         Ok(HttpClient::new(Service { client, addresses }))
     }
+}
+
+/// Gives the process the cryptography of TLS, unless it has chosen one. reqwest is built here without
+/// one, and so for every crate of the program: without this, their first client panics.
+pub(crate) fn install_provider() {
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        // An error means that the program has chosen one.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+    });
 }
 
 #[derive(Debug)]

@@ -14,6 +14,9 @@ use crate::error::{Error, ErrorKind};
 /// The beginnings of the names of a storage's own files.
 const RESERVED: [&str; 2] = [".dcp-tmp.", ".dcp-lock."];
 
+/// The beginnings of the names of links of a run to its latest or its best checkpoint.
+const POINTERS: [&str; 3] = ["latest", "last", "best"];
+
 /// A folder that is to be looked into.
 struct Folder {
     path: PathBuf,
@@ -101,14 +104,15 @@ pub(super) fn look(
                         found.left.push(format!("{} leads to no file", Quoted(&below)));
                         continue;
                     }
-                    // `latest` and the like: what it leads to is copied under its own name.
-                    Ok(meta) if meta.is_dir() && !folder.by_link && is_below(&path, &inside) => {
+                    Ok(meta) if meta.is_dir() && is_pointer(name, &path, &folder, &inside) => {
                         found.left.push(format!(
                             "{} is a link to another folder of the source",
                             Quoted(&below)
                         ));
                         continue;
                     }
+                    Ok(_) if folder.by_link => return Err(leads_on(&path)),
+                    Ok(_) if leads_inside(&path, &inside) => return Err(leads_back(&path)),
                     Ok(_) => return Err(not_followed(&path)),
                     Err(error) => return Err(leads_nowhere(&path, error)),
                 },
@@ -127,10 +131,18 @@ pub(super) fn look(
     Ok(found)
 }
 
-/// Whether a link leads to something below the folder that is copied.
-fn is_below(link: &Path, root: &Option<PathBuf>) -> bool {
+/// Whether an entry of a run says which of its checkpoints is the latest or the best one, by a link to
+/// it: that is copied under its own name. A link of another name may be a part of a checkpoint.
+fn is_pointer(name: &str, link: &Path, folder: &Folder, root: &Option<PathBuf>) -> bool {
+    let says = POINTERS.iter().any(|start| name.starts_with(start));
+    let leads_to = link.canonicalize().ok();
+    says && folder.prefix.is_empty()
+        && leads_to.is_some_and(|path| path.parent().map(Path::to_owned) == *root)
+}
+
+fn leads_inside(link: &Path, root: &Option<PathBuf>) -> bool {
     let Some(root) = root else { return false };
-    link.canonicalize().is_ok_and(|path| path != *root && path.starts_with(root))
+    link.canonicalize().is_ok_and(|path| path.starts_with(root))
 }
 
 /// The permissions of `allowed` that a folder leaves to the files in it.
@@ -157,6 +169,24 @@ fn not_followed(path: &Path) -> Error {
     );
     Error::new(ErrorKind::InvalidOption, message)
         .with_hint("--follow-links copies what it leads to; only do so in folders that you trust")
+}
+
+fn leads_on(path: &Path) -> Error {
+    let message = format!(
+        "{} is a symbolic link in a folder that a link leads to, and is not followed",
+        Quoted(&path.to_string_lossy())
+    );
+    Error::new(ErrorKind::InvalidOption, message)
+        .with_hint("copy the folder that it is in, from where that really is")
+}
+
+fn leads_back(path: &Path) -> Error {
+    let message = format!(
+        "{} is a symbolic link to a folder that is copied, too: its files would be copied twice",
+        Quoted(&path.to_string_lossy())
+    );
+    Error::new(ErrorKind::InvalidOption, message)
+        .with_hint("remove the link, or put a copy of the folder in its place")
 }
 
 fn leads_nowhere(path: &Path, error: io::Error) -> Error {

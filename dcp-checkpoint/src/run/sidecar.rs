@@ -25,6 +25,8 @@ pub(super) const DELETING: &str = ".dcp-deleting";
 const PIN_TEXT: &str = "Retention policies and `dcp prune` keep this checkpoint.\n";
 /// The longest mark of a deletion that is read, in bytes.
 const MARK_BYTES_MAX: u64 = 64 << 10;
+/// Files of the state of Lightning in one folder that are read.
+const STATES_MAX: usize = 8;
 /// The longest file of metrics, in bytes.
 const METRICS_BYTES_MAX: u64 = 1 << 20;
 
@@ -126,7 +128,7 @@ impl Sidecars {
         step: u64,
     ) -> Result<Self, StorageError> {
         let mut found = Self::default();
-        let (mut metrics, mut mark, mut state, mut lightning) = (None, None, None, None);
+        let (mut metrics, mut mark, mut state, mut lightning) = (None, None, None, Vec::new());
         let mut files = Vec::new();
         let mut listed = storage.list(Some(folder));
         while let Some(meta) = listed.try_next().await? {
@@ -140,8 +142,9 @@ impl Sidecars {
                 name => {
                     if is_direct && name == TRAINER_STATE {
                         state = Some(meta.clone());
-                    } else if is_direct && name == LIGHTNING_STATE {
-                        lightning = Some(meta.clone());
+                    } else if name == LIGHTNING_STATE && lightning.len() < STATES_MAX {
+                        // The name of a metric with a slash makes a folder in the folder of the step.
+                        lightning.push(meta.clone());
                     }
                     files.push(meta);
                 }
@@ -185,8 +188,8 @@ impl Sidecars {
             }
             found.best.extend(state.best_checkpoint);
         }
-        if lightning.is_some() {
-            let state = read_at_most(storage, lightning, LIGHTNING_STATE_BYTES_MAX).await?;
+        for file in lightning {
+            let state = read_at_most(storage, Some(file), LIGHTNING_STATE_BYTES_MAX).await?;
             match state.and_then(|state| LightningState::parse(state, folder.file_name())) {
                 Some(state) => {
                     found.metrics.extend(state.metrics);
@@ -224,8 +227,13 @@ fn without_numbers(path: &str) -> String {
     text
 }
 
-/// Whether a folder of that name is on a path, which text of a file, or a link has.
+/// Whether a folder of that name is on a path, which text of a file, or a link has: as a whole component
+/// of a path, whatever characters it has, or as a word of a text.
 pub(super) fn names_folder(text: &str, name: &str) -> bool {
+    let mut components = text.split(['/', '\\', '\n', '\r', '"', '\'']);
+    if components.any(|component| component == name || component.trim() == name) {
+        return true;
+    }
     let is_part = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_' | '.' | '=');
     text.split(|c: char| !is_part(c)).any(|part| part == name)
 }
@@ -306,4 +314,21 @@ pub(super) async fn mark_deleting(
 async fn put(storage: &dyn Storage, key: &Key, payload: Payload) -> Result<(), StorageError> {
     storage.put(key, payload, PutMode::Overwrite).await?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_of_any_name_is_found_on_a_path() {
+        for name in ["step-2", "epoch=0-step=20-acc@5=0.90.ckpt", "a b", "é+~%"] {
+            for text in [name.to_owned(), format!("/runs/{name}/model.pt\n"), format!("\"{name}\"")]
+            {
+                assert!(names_folder(&text, name), "{text}");
+            }
+            assert!(!names_folder(&format!("/runs/x{name}"), name));
+        }
+        assert!(names_folder("the last is step-2, of 3", "step-2"));
+    }
 }

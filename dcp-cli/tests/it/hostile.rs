@@ -19,7 +19,7 @@ type Written = Result<(), dcp::core::FormatError>;
 
 const MIB: usize = 1 << 20;
 /// References in a list, and names: each a MiB where it is written out.
-const LIST: i32 = 30_000;
+const LIST: i32 = 2_000;
 const NAMES: i32 = 600;
 
 fn save(file: &Path, write: impl FnOnce(&mut Writer) -> Written) {

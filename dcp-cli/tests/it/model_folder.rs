@@ -6,6 +6,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
+use crate::megatron::megatron;
 use crate::support::{Run, dcp, path};
 
 /// Writes a safetensors file of tensors of zeros: name, dtype, bytes of an element, shape.
@@ -279,4 +280,31 @@ fn options_that_change_nothing_are_refused() {
         dcp(["-q"].iter().chain(command)).fails(2, &[text]);
         assert!(!folder.path().join("o").exists(), "{command:?}");
     }
+}
+
+/// transformers ignores an output embedding that the configuration ties to the input embedding.
+#[test]
+fn a_tied_output_embedding_of_other_values_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    dcp(["-q", "convert", &megatron("run_torch_dcp"), &at("hf"), "--to", "hf", "--untie"]).ok();
+    let config = folder.path().join("hf/config.json");
+    let mut json: Value = serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
+    json["tie_word_embeddings"] = true.into();
+    fs::write(&config, json.to_string()).unwrap();
+    let to_megatron =
+        || dcp(["convert", &at("hf"), &at("megatron"), "--to", "torch-dist", "--overwrite"]);
+    // One that is a copy is only left out.
+    let run = to_megatron();
+    said(&run, "\"lm_head.weight\" is left out");
+    assert!(!run.stderr.contains("other values"), "{}", run.stderr);
+    let key = &dcp(["inspect", &at("hf"), "--json"]).json()["keys"]["lm_head.weight"];
+    let chunk = &key["chunks"][0];
+    let file = folder.path().join("hf").join(chunk["file"].as_str().unwrap());
+    let mut bytes = fs::read(&file).unwrap();
+    bytes[usize::try_from(chunk["byte_offset"].as_u64().unwrap()).unwrap()] ^= 1;
+    fs::write(&file, bytes).unwrap();
+    let run = to_megatron();
+    said(&run, "\"lm_head.weight\", which is left out, has other values than");
+    said(&run, "--untie");
 }

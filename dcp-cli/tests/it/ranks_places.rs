@@ -90,6 +90,9 @@ fn another_index_on_a_rank_is_named() {
 fn another_option_or_job_on_a_rank_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let target = path(&folder, "target");
+    let config = path(&folder, "config");
+    fs::create_dir(&config).unwrap();
+    fs::write(Path::new(&config).join("config.json"), "{}").unwrap();
     for (command, of_rank_0, of_rank_1, says) in [
         (WRITERS[2], &["--dtype", "f32"][..], &["--dtype", "bf16"][..], "\"--dtype\""),
         (WRITERS[2], &[], &["--exclude", "optim.*"], "\"keys\""),
@@ -98,6 +101,9 @@ fn another_option_or_job_on_a_rank_is_named() {
         (WRITERS[6], &[], &["--weights", "0.25,0.75"], "\"how it averages\""),
         (WRITERS[8], &[], &["--optim"], "\"how it unshards\""),
         (READERS[2], &["--atol", "1"], &["--atol", "2"], "\"what is compared\""),
+        (READERS[2], &[], &["--max-memory", "128MiB"], "\"--max-memory\""),
+        (READERS[1], &[], &["--max-memory", "128MiB"], "\"--max-memory\""),
+        (WRITERS[4], &[], &["--config", &config], "\"--config\""),
         (&["stats", "SOURCE"], &[], &["model.embed.weight"], "\"keys\""),
     ] {
         let args = |rank| {

@@ -5,6 +5,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use dcp_core::error::StorageOp;
 use dcp_core::format::WantedKeys;
 use dcp_core::metadata::{Entry, Placement, TensorEntry};
 use dcp_core::storage::{ObjectMeta, StorageExt as _};
@@ -57,6 +58,16 @@ pub(super) struct IndexOptions {
     pub(super) keys: Option<WantedKeys>,
 }
 
+/// The error for an answer with fewer bytes than the object has: a server or a proxy cut it, and the
+/// checkpoint is not damaged.
+async fn cut_short(storage: &dyn Storage, read: u64) -> Option<CheckpointError> {
+    let key = Key::new(METADATA).ok()?;
+    let there = storage.stat(&key).await.ok()?.byte_len;
+    let error = StorageError::new(StorageErrorKind::Truncated, StorageOp::Read, Some(key));
+    let message = format!("{read} bytes were returned, the object has {there}");
+    (there > read).then(|| error.with_message(message).into())
+}
+
 /// Reads the index.
 pub(super) async fn load(
     storage: &Arc<dyn Storage>,
@@ -74,7 +85,13 @@ pub(super) async fn load(
                 None => decode_all(&bytes),
                 Some(keys) => decode_selected(&bytes, keys),
             };
-            let decoded = decoded.map_err(|error| error.in_file(METADATA, 0))?;
+            let decoded = match decoded {
+                Ok(decoded) => decoded,
+                Err(error) => {
+                    let short = cut_short(&**storage, bytes.len() as u64).await;
+                    return Err(short.unwrap_or_else(|| error.in_file(METADATA, 0).into()));
+                }
+            };
             original_shapes = decoded.original_shapes;
             (foreign_names, names) = (decoded.foreign_names, decoded.names);
             (decoded.metadata, Some(crc32fast::hash(&bytes)))

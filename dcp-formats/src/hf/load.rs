@@ -224,7 +224,8 @@ pub(super) async fn names(
             }
         };
         let wanted = |name: &str| {
-            let of_variant = any_index && name.contains(".index.") && name.ends_with(".json");
+            let of_variant =
+                any_index && name.contains(".safetensors.index.") && name.ends_with(".json");
             let wanted = name.ends_with(ENDING) || name.ends_with(INDEX_ENDING) || of_variant;
             wanted && !name.contains('/')
         };

@@ -60,6 +60,10 @@ pub struct MappingReport {
     pub trimmed: Vec<(String, u64)>,
     /// Whether input and output embeddings are one.
     pub tied: bool,
+    /// An output embedding of the source that is not taken because they are one, and the input embedding.
+    /// Nothing says that they hold the same values.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub untaken: Option<(Arc<str>, Arc<str>)>,
     /// What else there is to know.
     pub notes: Vec<String>,
 }
@@ -209,6 +213,7 @@ fn report(
         padded: Vec::new(),
         trimmed: Vec::new(),
         tied: resolved.tied,
+        untaken: resolved.untaken.clone(),
         notes: resolved.notes.clone(),
     }
 }
@@ -271,6 +276,9 @@ fn note_vocabulary(
     Ok(())
 }
 
+const INPUT_EMBEDDING: &str = "embedding.word_embeddings.weight";
+const OUTPUT_EMBEDDING: &str = "output_layer.weight";
+
 /// Facts from the tensors of a model, for the arguments of its Megatron checkpoint.
 fn learn(
     facts: &mut Facts,
@@ -279,9 +287,21 @@ fn learn(
     made: &CheckpointMetadata,
     padded: &[(String, u64)],
 ) -> Result<(), MappingError> {
-    Shapes::of(made, mapping).complete(facts)?;
+    let shapes = Shapes::of(made, mapping);
+    shapes.complete(facts)?;
     facts.set("num_layers", resolved.layers);
-    if let Some(rows) = Shapes::of(made, mapping).vocabulary() {
+    let own = |name: &str| {
+        let rows = shapes.get(name)?.first().copied()?;
+        let added = padded.iter().find(|(padded, _)| padded.ends_with(name));
+        Some((rows.saturating_sub(added.map_or(0, |(_, added)| *added)), shapes.get(name)?.get(1)))
+    };
+    if let (Some(input), Some(output)) = (own(INPUT_EMBEDDING), own(OUTPUT_EMBEDDING))
+        && input != output
+    {
+        let problem = format!("the output embedding has {} rows, or another width", output.0);
+        return Err(bad("vocab_size", &input.0.into(), &problem));
+    }
+    if let Some(rows) = shapes.vocabulary() {
         facts.set("padded_vocab_size", rows);
         let added = padded.first().map_or(0, |(_, added)| *added);
         facts.set("vocab_size", rows.saturating_sub(added));

@@ -57,6 +57,8 @@ pub(crate) struct Resolved<'a> {
     pub(crate) tied: bool,
     pub(crate) dropped: Vec<Arc<str>>,
     pub(crate) left_over: Vec<Arc<str>>,
+    /// A stored output embedding that the configuration ties to the input embedding, and that one.
+    pub(crate) untaken: Option<(Arc<str>, Arc<str>)>,
     pub(crate) notes: Vec<String>,
 }
 
@@ -72,6 +74,11 @@ impl Resolved<'_> {
             }
         }
     }
+}
+
+/// The entry of the first tensor that was found.
+fn first_of(found: &Found) -> Option<usize> {
+    found.values().flatten().flatten().next().map(|source| source.entry)
 }
 
 /// Brings the rules of a mapping and the tensors of a source together.
@@ -141,6 +148,7 @@ impl<'a> Resolver<'a> {
         let mtp_layers = found.iter().flat_map(|f| f.keys()).filter_map(|n| n.mtp).max();
         let mtp_layers = mtp_layers.map_or(0, |last| last + 1);
         let (mut active, mut tied, mut notes) = (Vec::new(), false, Vec::new());
+        let mut untaken = None;
         for (order, rule) in rules.iter().enumerate().filter(|(_, rule)| rule.instead.is_none()) {
             let mut readers = vec![(order, rule)];
             if found.get(order).is_none_or(Found::is_empty) {
@@ -160,7 +168,12 @@ impl<'a> Resolver<'a> {
                 let mut copies = false;
                 if rule.tied_to.is_some() {
                     copies = here.is_empty();
+                    let stored = first_of(&here);
                     is_tied = self.tie(rule, &mut here, &mut notes)?;
+                    if is_tied && let (Some(stored), Some(other)) = (stored, self.tied_to(rule)) {
+                        untaken = first_of(&self.finder.find(other)?)
+                            .and_then(|other| Some((self.name(stored)?, self.name(other)?)));
+                    }
                     tied |= is_tied;
                 }
                 let needed = Needed { layers, moe_layers: &moe_layers, mtp_layers, experts };
@@ -171,7 +184,17 @@ impl<'a> Resolver<'a> {
                 }
             }
         }
-        self.finish(active, notes, (layers, mtp_layers), moe_layers, tied)
+        let resolved = self.finish(active, notes, (layers, mtp_layers), moe_layers, tied)?;
+        Ok(Resolved { untaken, ..resolved })
+    }
+
+    /// The rule of the tensor that this one may be.
+    fn tied_to(&self, rule: &Rule) -> Option<&'a Rule> {
+        self.finder.mapping.rules.iter().find(|other| Some(&other.name) == rule.tied_to.as_ref())
+    }
+
+    fn name(&self, entry: usize) -> Option<Arc<str>> {
+        Some(Arc::clone(self.finder.metadata.at(entry)?.0))
     }
 
     fn finish(
@@ -223,6 +246,7 @@ impl<'a> Resolver<'a> {
             tied,
             dropped: self.dropped,
             left_over,
+            untaken: None,
             notes,
         })
     }
@@ -317,13 +341,7 @@ impl<'a> Resolver<'a> {
             }
             (Tying::Untie, true) => Ok(false),
             (Tying::Untie, false) => {
-                let other = self
-                    .finder
-                    .mapping
-                    .rules
-                    .iter()
-                    .find(|r| Some(&r.name) == rule.tied_to.as_ref());
-                if let Some(other) = other {
+                if let Some(other) = self.tied_to(rule) {
                     *found = self.finder.find(other)?;
                     notes.push(format!(
                         "the output embedding is written as a copy of {:?}",

@@ -88,6 +88,17 @@ fn embeddings_are_tied_and_untied() {
 }
 
 #[test]
+fn an_output_embedding_of_another_shape_is_refused() {
+    let model = Model::dense("llama");
+    let mut hf = model.tensors();
+    let other = hf["model.layers.0.mlp.up_proj.weight"].clone();
+    assert_ne!(other.shape, hf["lm_head.weight"].shape);
+    hf.insert("lm_head.weight".into(), other);
+    let error = to_megatron(&model, &hf, &MapOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("vocab_size") && error.contains("rows"), "{error}");
+}
+
+#[test]
 fn vocabularies_are_padded_as_megatron_does_it() {
     let model = Model::dense("llama");
     let mapping = Mapping::builtin("llama").unwrap();

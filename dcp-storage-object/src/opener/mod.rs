@@ -64,6 +64,8 @@ const SCHEMES: &[(&str, Provider)] = &[
 /// All have one opener, which keeps the connections of each bucket for as long as the registry
 /// lives. Settings of no provider and no other crate are refused from then on.
 pub fn register(storages: &mut StorageRegistry) {
+    #[cfg(feature = "net")]
+    crate::service::install_provider();
     storages.register_options(options::check_name);
     let opener: Arc<dyn StorageOpener> = Arc::new(ObjectOpener::new());
     for (scheme, _) in SCHEMES {

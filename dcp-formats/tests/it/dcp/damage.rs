@@ -3,10 +3,13 @@
 
 use std::sync::Arc;
 
+use async_trait::async_trait;
 use dcp_conformance::MemoryStorage;
 use dcp_core::metadata::{ChunkTable, Encoding, Entry, TensorEntry};
+use dcp_core::storage::WholeObject;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, Storage, StorageErrorKind, StorageReader as _,
+    CheckpointError, CheckpointMetadata, DType, Key, Storage, StorageError, StorageErrorKind,
+    StorageReader as _,
 };
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_formats::metadata::{Profile, decode, encode};
@@ -370,4 +373,38 @@ fn t21_reads_stay_inside_their_blob() {
         let loaded = load(saved(&state)).unwrap();
         assert!(loaded.same(&state.loaded()), "{len}");
     }
+}
+
+/// A server that names a length in its answers which is not that of the object.
+#[derive(Debug)]
+struct Short(Arc<MemoryStorage>);
+
+#[async_trait]
+impl Storage for Short {
+    dcp_core::forward_storage!(
+        0: capabilities, stat, read, put, start_upload, list, list_folder, delete, leftovers,
+        remove_empty_folders, claim
+    );
+
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        let mut object = self.0.read_whole(key, max_bytes).await?;
+        object.bytes.truncate(object.bytes.len() - 1);
+        Ok(object)
+    }
+}
+
+#[test]
+fn an_answer_that_is_cut_is_no_damage_of_the_index() {
+    let storage = saved(&State::new(1).rows("w", DType::Int8, &[4], 1));
+    match load(Arc::new(Short(storage.clone()))) {
+        Err(CheckpointError::Storage(error)) => {
+            assert_eq!(error.kind(), StorageErrorKind::Truncated);
+            assert_eq!(error.key(), Some(&key(".metadata")));
+        }
+        other => panic!("{other:?}"),
+    }
+    let mut bytes = get(&*storage, ".metadata").to_vec();
+    bytes.pop();
+    put(&*storage, ".metadata", bytes);
+    assert!(format_error(storage).file().is_some_and(|file| file == ".metadata"));
 }

@@ -191,7 +191,20 @@ fn several_indexes_and_no_model_at_all() {
     let error = block_on(reader().metadata()).unwrap_err().to_string();
     assert!(error.contains("read one by its name"), "{error}");
     let one = HfReader::builder(Arc::clone(&storage) as _).index(key("b.safetensors.index.json"));
-    assert!(block_on(one.build().metadata()).unwrap().is_empty());
+    let error = block_on(one.build().metadata()).unwrap_err().to_string();
+    assert!(error.contains("names no tensor"), "{error}");
+}
+
+/// Folders of the Hub have indexes of other frameworks, too.
+#[test]
+fn an_index_of_another_program_is_no_variant() {
+    for name in ["pytorch_model.bin.index.json", "tf_model.h5.index.json", "x.index.json"] {
+        let storage = fixture("rank0");
+        let alone = block_on(HfReader::new(Arc::clone(&storage) as _).metadata()).unwrap();
+        put(&*storage, name, br#"{"weight_map": {"w": "w.bin"}}"#.to_vec());
+        let beside = block_on(HfReader::new(Arc::clone(&storage) as _).metadata()).unwrap();
+        assert_eq!(alone.len(), beside.len(), "{name}");
+    }
 }
 
 #[test]

@@ -10,12 +10,10 @@ use dcp_core::Key;
 use dcp_core::text::Quoted;
 
 use crate::error::{Error, ErrorKind};
+use crate::run::is_pointer;
 
 /// The beginnings of the names of a storage's own files.
 const RESERVED: [&str; 2] = [".dcp-tmp.", ".dcp-lock."];
-
-/// The beginnings of the names of links of a run to its latest or its best checkpoint.
-const POINTERS: [&str; 3] = ["latest", "last", "best"];
 
 /// A folder that is to be looked into.
 struct Folder {
@@ -104,7 +102,9 @@ pub(super) fn look(
                         found.left.push(format!("{} leads to no file", Quoted(&below)));
                         continue;
                     }
-                    Ok(meta) if meta.is_dir() && is_pointer(name, &path, &folder, &inside) => {
+                    Ok(meta)
+                        if meta.is_dir() && names_checkpoint(name, &path, &folder, &inside) =>
+                    {
                         found.left.push(format!(
                             "{} is a link to another folder of the source",
                             Quoted(&below)
@@ -133,10 +133,10 @@ pub(super) fn look(
 
 /// Whether an entry of a run says which of its checkpoints is the latest or the best one, by a link to
 /// it: that is copied under its own name. A link of another name may be a part of a checkpoint.
-fn is_pointer(name: &str, link: &Path, folder: &Folder, root: &Option<PathBuf>) -> bool {
-    let says = POINTERS.iter().any(|start| name.starts_with(start));
+fn names_checkpoint(name: &str, link: &Path, folder: &Folder, root: &Option<PathBuf>) -> bool {
     let leads_to = link.canonicalize().ok();
-    says && folder.prefix.is_empty()
+    is_pointer(name)
+        && folder.prefix.is_empty()
         && leads_to.is_some_and(|path| path.parent().map(Path::to_owned) == *root)
 }
 

@@ -8,9 +8,10 @@ use dcp_convert::list_run;
 use dcp_convert::open::RunEntry;
 use dcp_core::format::{Listing, Place};
 use dcp_core::storage::{FolderEntry, ObjectMeta};
-use dcp_core::{Key, Storage, StorageError};
+use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt, TryStreamExt, stream};
 
+use super::lightning::{LIGHTNING_STATE, LIGHTNING_STATE_BYTES_MAX, LightningState};
 use super::links::{Links, links};
 use super::order::StepOrder;
 use super::recorded::{TRAINER_STATE, TRAINER_STATE_BYTES_MAX, TrainerState};
@@ -62,6 +63,7 @@ impl Run {
         }
         let tracked = self.tracked(storage, files.clone()).await?;
         let mut pointers = pointers(&**storage, &files).await?;
+        pointers.extend(noted_by_others(&**storage, &folders).await?);
         let mut links = match storage.capabilities().complete_listing {
             true => Links::default(),
             false => links(&self.url).await?,
@@ -163,8 +165,8 @@ impl Pointer {
     }
 }
 
-/// Whether a file of that name may name a checkpoint of the run.
-pub(super) fn is_pointer(name: &str) -> bool {
+/// Whether a file, a link or a folder of that name may name a checkpoint of the run.
+pub(crate) fn is_pointer(name: &str) -> bool {
     ["latest", "last", "best"].iter().any(|word| name.starts_with(word))
 }
 
@@ -187,6 +189,28 @@ async fn pointers(
         let state = TrainerState::parse(&json, None).unwrap_or_default();
         let text = state.best_checkpoint.unwrap_or_default();
         found.push(Pointer::file(TRAINER_STATE, text));
+    }
+    Ok(found)
+}
+
+/// The best checkpoints by the state of Lightning in folders such as `last.ckpt`, which are no steps.
+async fn noted_by_others(
+    storage: &dyn Storage,
+    folders: &BTreeSet<String>,
+) -> Result<Vec<Pointer>, StorageError> {
+    let mut found = Vec::new();
+    let others =
+        folders.iter().filter(|name| is_pointer(name) && StepNaming::step_of(name).is_none());
+    for name in others.take(POINTERS_MAX) {
+        let file = format!("{name}/{LIGHTNING_STATE}");
+        let meta = match storage.stat(&Key::new(&file)?).await {
+            Ok(meta) => meta,
+            Err(error) if error.kind() == StorageErrorKind::NotFound => continue,
+            Err(error) => return Err(error),
+        };
+        let state = read_at_most(storage, Some(meta), LIGHTNING_STATE_BYTES_MAX).await?;
+        let state = state.and_then(|state| LightningState::parse(state, name)).unwrap_or_default();
+        found.extend(state.best.into_iter().map(|best| Pointer::file(&file, best)));
     }
     Ok(found)
 }

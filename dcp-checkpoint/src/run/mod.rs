@@ -35,6 +35,7 @@ use crate::open::cannot_open;
 use crate::opener::Opener;
 use crate::uri::below;
 
+pub(crate) use look::is_pointer;
 pub use order::StepOrder;
 pub use prune::{
     Deleted, LeftBehind, LeftBehindKind, NotDeleted, Planned, Prune, PrunePlan, PruneReport,

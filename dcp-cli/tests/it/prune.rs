@@ -83,6 +83,15 @@ fn the_best_of_lightning_stays_and_its_metrics_count() {
     let best = ["prune", &uri, "--keep-best", "1", "--metric", "val_loss", "--lowest", "--yes"];
     dcp(best).ok();
     assert_eq!(names(&uri), [name(2), name(6)]);
+    // The folder of the last one is no step, and has the state, too.
+    fs::rename(folder.path().join(name(6)), folder.path().join("last.ckpt")).unwrap();
+    fs::remove_file(folder.path().join(name(2)).join("meta.pt")).unwrap();
+    for step in [8, 10] {
+        dcp_testing::copy_folder(&fixtures().join(SOURCE), &folder.path().join(name(step)));
+    }
+    let last = dcp(["prune", &uri, "--keep-last", "1", "--dry-run", "--json"]).json();
+    assert_eq!(deleted(&last), [name(8)]);
+    assert!(last["steps"][0].to_string().contains("last.ckpt/meta.pt"), "{last:#}");
 }
 
 #[test]

@@ -199,7 +199,9 @@ fn several_indexes_and_no_model_at_all() {
 #[test]
 fn an_index_of_another_program_is_no_variant() {
     for name in ["pytorch_model.bin.index.json", "tf_model.h5.index.json", "x.index.json"] {
-        let storage = fixture("rank0");
+        let storage = Arc::new(MemoryStorage::new());
+        let weights = get(&*fixture("rank0"), "model-00001-of-00001.safetensors");
+        put(&*storage, "model.safetensors", weights.to_vec());
         let alone = block_on(HfReader::new(Arc::clone(&storage) as _).metadata()).unwrap();
         put(&*storage, name, br#"{"weight_map": {"w": "w.bin"}}"#.to_vec());
         let beside = block_on(HfReader::new(Arc::clone(&storage) as _).metadata()).unwrap();

@@ -11,7 +11,9 @@ use crate::checkpoint::Checkpoint;
 use crate::convert::Written;
 use crate::destination::{Destination, SourceFacts};
 use crate::error::{Error, ErrorKind};
+use crate::format::Format;
 use crate::keys::{Keys, taken_of, unmatched_in};
+use crate::model_files;
 use crate::optimizer::refuse_corrupt;
 use crate::same_place::same_sources;
 use crate::setters::{destination_options, format_options, job_options};
@@ -97,9 +99,10 @@ impl Merge<'_> {
     /// [`Disagreement`](ErrorKind::Disagreement) for keys that several have, and those of
     /// [`Conversion::run`](crate::jobs::Conversion::run).
     pub async fn run(self) -> Result<Written, Error> {
-        self.destination.format()?;
+        let format = self.destination.format()?;
         let selection = self.keys.selection(StatePart::Everything);
         let (first, all) = whole(self.checkpoints, None).await?;
+        let mut notes = first.opener.notes();
         let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
         let work = self.destination.work("merge", &self.job).option("keys", &self.keys);
         let work = work.option("--identical", &self.duplicates);
@@ -108,7 +111,10 @@ impl Merge<'_> {
             self.destination.keep_apart(checkpoint).await?;
         }
         let layout = self.destination.megatron.layout(first).await?;
-        let how = SourceFacts { layout: Some(layout), ..SourceFacts::default() };
+        let mut how = SourceFacts { layout: Some(layout), ..SourceFacts::default() };
+        if format == Format::HuggingFace && self.destination.config_folder().is_none() {
+            model_files::add_those_of(first, &mut how.files, &mut notes).await?;
+        }
         let (job, duplicates) = (&self.job, self.duplicates);
         let sources: Vec<_> = all.iter().map(|checkpoint| checkpoint.source.clone()).collect();
         let merged = Merged::apply(&sources, duplicates, job).await;
@@ -129,7 +135,7 @@ impl Merge<'_> {
         let merged = selection.apply(&merged, job).await?;
         let mut report = self.destination.write(&merged, first, how, job).await?;
         report.unmatched.splice(..0, unmatched);
-        Ok(Written { report, mapping: None, notes: Vec::new() })
+        Ok(Written { report, mapping: None, notes: notes.into_said() })
     }
 }
 
@@ -204,7 +210,10 @@ impl Average<'_> {
             sources.push(source);
         }
         let layout = self.destination.megatron.layout(first).await?;
-        let how = SourceFacts { layout: Some(layout), ..SourceFacts::default() };
+        let mut how = SourceFacts { layout: Some(layout), ..SourceFacts::default() };
+        if format == Format::HuggingFace && self.destination.config_folder().is_none() {
+            model_files::add_those_of(first, &mut how.files, &mut notes).await?;
+        }
         let stored = all.iter().map(|checkpoint| &checkpoint.source);
         let unmatched = unmatched_in(&selection, stored).await?;
         let allow = self.allow_corrupt_optimizer;

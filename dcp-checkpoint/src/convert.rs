@@ -178,18 +178,7 @@ impl Conversion<'_> {
         };
         let mut files: Vec<_> = named.config.into_iter().collect();
         if format == Format::HuggingFace && config.is_none() {
-            let beside = model_files::files_of(&checkpoint).await?;
-            if !beside.files.is_empty() {
-                let names: Vec<_> = beside.files.iter().map(|(key, _)| key.as_str()).collect();
-                notes.say(format!("copying {} from {:?}", names.join(", "), checkpoint.place));
-            }
-            if !beside.left.is_empty() {
-                notes.say(format!(
-                    "not copying {}, which have weights or the state of a trainer",
-                    beside.left.join(", ")
-                ));
-            }
-            model_files::complete(&mut files, beside.files);
+            model_files::add_those_of(&checkpoint, &mut files, &mut notes).await?;
         }
         if format != Format::HuggingFace && selection.part == StatePart::Everything {
             let left = model_files::trainer_files_of(&checkpoint).await?;

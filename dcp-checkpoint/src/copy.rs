@@ -152,6 +152,8 @@ impl Copying<'_> {
         let batches = batches(opener, files);
         let complete = complete(&batches, &existing, &trackers);
         let checkpoints = checkpoint_folders(&batches, &trackers);
+        let visible = batches.iter().skip(1).flatten().map(|file| file.key.clone());
+        let made_visible: Vec<Key> = visible.filter(|key| !existing.contains_key(key)).collect();
         let copy = CopyFiles {
             source: &*from,
             target: &*to,
@@ -173,8 +175,19 @@ impl Copying<'_> {
         }
         let copied = copied?;
         let checked = check::check(opener, &target, checkpoints, compare, &job).await;
+        if let (Err(wrong), true) = (&checked, is_writer) {
+            let hides = |key: &&Key| {
+                let folder = key.as_str().rsplit_once('/').map_or("", |(folder, _)| folder);
+                wrong.folders.contains(folder) || trackers.contains(*key)
+            };
+            let hidden: Vec<Key> = match wrong.folders.is_empty() {
+                true => Vec::new(),
+                false => made_visible.iter().filter(hides).cloned().collect(),
+            };
+            to.delete(&hidden).await?;
+        }
         drop(held);
-        checked.map(|()| copied)
+        checked.map(|()| copied).map_err(|wrong| wrong.error)
     }
 }
 

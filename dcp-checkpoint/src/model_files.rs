@@ -17,6 +17,7 @@ use futures_util::StreamExt as _;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind};
+use crate::notes::Notes;
 use crate::small_file::read_at_most;
 
 /// Bytes of such a file that are read at most; the largest are tokenizers.
@@ -215,7 +216,7 @@ fn listed_in(folder: &Path) -> io::Result<Folder> {
 
 /// The files that belong to a Hugging Face model, without its weights; none where it has no
 /// `config.json` or where the checkpoint is of another format.
-pub(crate) async fn files_of(checkpoint: &Checkpoint) -> Result<Beside, Error> {
+async fn files_of(checkpoint: &Checkpoint) -> Result<Beside, Error> {
     let mut beside = Beside::default();
     if !checkpoint.is_model_folder() {
         return Ok(beside);
@@ -263,6 +264,27 @@ pub(crate) async fn files_of(checkpoint: &Checkpoint) -> Result<Beside, Error> {
         beside.files.push((key, whole.bytes.to_vec()));
     }
     Ok(beside)
+}
+
+/// Adds the files that belong to a Hugging Face model, and says which those are.
+pub(crate) async fn add_those_of(
+    checkpoint: &Checkpoint,
+    files: &mut Files,
+    notes: &mut Notes,
+) -> Result<(), Error> {
+    let beside = files_of(checkpoint).await?;
+    if !beside.files.is_empty() {
+        let names: Vec<_> = beside.files.iter().map(|(key, _)| key.as_str()).collect();
+        notes.say(format!("copying {} from {:?}", names.join(", "), checkpoint.place));
+    }
+    if !beside.left.is_empty() {
+        notes.say(format!(
+            "not copying {}, which have weights or the state of a trainer",
+            beside.left.join(", ")
+        ));
+    }
+    complete(files, beside.files);
+    Ok(())
 }
 
 /// The files of a trainer with a Hugging Face model, which are no part of the checkpoint that is read.

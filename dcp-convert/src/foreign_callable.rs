@@ -41,7 +41,7 @@ impl ForeignCallable {
         match (&self.key, path) {
             (Some(key), Some(path)) => format!("{} {path}", Quoted(key)),
             (Some(key), None) => Quoted(key).to_string(),
-            (None, Some(path)) => path,
+            (None, Some(path)) => format!("the file {path}"),
             (None, None) => "the whole".to_owned(),
         }
     }

@@ -13,6 +13,21 @@ use crate::error::{Error, ErrorKind};
 use crate::opener::{Need, Opener};
 use crate::uri::below;
 
+/// What is wrong with a copy.
+#[derive(Debug)]
+pub(super) struct Wrong {
+    /// That of the first checkpoint.
+    pub(super) error: Error,
+    /// The folders of checkpoints that are not whole.
+    pub(super) folders: BTreeSet<String>,
+}
+
+impl<E: Into<Error>> From<E> for Wrong {
+    fn from(error: E) -> Self {
+        Self { error: error.into(), folders: BTreeSet::new() }
+    }
+}
+
 /// Checks the checkpoints at the target: that each has the files which its format needs, and the bytes of
 /// its own checksums. The bytes that were read from the source may have been damaged on the way.
 pub(super) async fn check(
@@ -21,7 +36,7 @@ pub(super) async fn check(
     folders: BTreeSet<String>,
     compare: Comparing,
     job: &JobOptions,
-) -> Result<(), Error> {
+) -> Result<(), Wrong> {
     if job.dry_run {
         return Ok(());
     }
@@ -33,6 +48,7 @@ pub(super) async fn check(
     silent.progress = None;
     let opener = opener.unheard().need(Need::Readable);
     let mut checked = BTreeSet::new();
+    let mut wrong: Option<Wrong> = None;
     for folder in folders {
         let uri = if folder.is_empty() { target.to_owned() } else { below(target, &folder) };
         // A file may only have the name of an index.
@@ -51,7 +67,7 @@ pub(super) async fn check(
             Err(error) => match Error::from(error) {
                 // One without an index of PyTorch.
                 error if error.kind() == ErrorKind::NotACheckpoint => continue,
-                error => return Err(error),
+                error => return Err(error.into()),
             },
             Ok(report) => report,
         };
@@ -74,11 +90,12 @@ pub(super) async fn check(
         if let Some(Problem { file, message, .. }) = lost {
             let file = file.map_or(String::new(), |file| format!("{}: ", Quoted(&file)));
             let message = format!("the copy {uri:?} is not a whole checkpoint: {file}{message}");
-            return Err(Error::new(ErrorKind::Damaged, message).with_hint(
+            let error = Error::new(ErrorKind::Damaged, message).with_hint(
                 "`dcp verify --deep` of the source says whether it is whole; if it is, remove the copy \
                  and copy again",
-            ));
+            );
+            wrong.get_or_insert_with(|| error.into()).folders.insert(folder);
         }
     }
-    Ok(())
+    wrong.map_or(Ok(()), Err)
 }

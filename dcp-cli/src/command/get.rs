@@ -31,7 +31,7 @@ Examples:
   dcp get runs/step_1000 model.embed.weight --slice 0:2,:
   dcp get runs/step_1000 model.embed.weight --slice=-1 --output last_row.npy
   dcp get runs/step_1000 model.embed.weight --output embed.safetensors --dtype bf16
-  dcp get runs/step_1000 optimizer.param_groups --output groups.pt
+  dcp get runs/step_1000 optimizer.state.0.exp_avg --output exp_avg.pt
   dcp get runs/step_1000 optimizer.param_groups.0.lr --json
 
 Slices:

@@ -81,6 +81,28 @@ fn links_out_of_the_source_are_copied_or_refused() {
     assert!(!Path::new(&target).join("latest").exists());
 }
 
+/// The files of a damaged checkpoint are copied, and what would make it visible goes.
+#[test]
+fn a_copy_that_is_not_whole_is_no_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = run(folder.path());
+    let data = run.join("step-20/__1_0.distcp");
+    let mut bytes = fs::read(&data).unwrap();
+    for at in (0..bytes.len()).step_by(256) {
+        bytes[at] ^= 0x40;
+    }
+    fs::write(&data, bytes).unwrap();
+    let target = path(&folder, "target");
+    for _ in 0..2 {
+        let copied = dcp(["copy", run.to_str().unwrap(), &target]);
+        copied.fails(1, &["step-20", "not a whole checkpoint"]);
+        let at = |file: &str| Path::new(&target).join(file).exists();
+        assert!(at("step-10/.metadata") && at("step-20/__1_0.distcp"));
+        assert!(!at("step-20/.metadata"));
+        assert_eq!(dcp(["ls", "--json", &target]).json()["latest"], "step-10");
+    }
+}
+
 #[test]
 fn names_that_are_no_keys_are_refused() {
     for (name, reason) in

@@ -308,3 +308,24 @@ fn a_tied_output_embedding_of_other_values_is_said() {
     said(&run, "\"lm_head.weight\", which is left out, has other values than");
     said(&run, "--untie");
 }
+
+#[test]
+fn what_is_combined_of_models_is_a_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    fs::create_dir(at("model")).unwrap();
+    for name in ["config.json", "tokenizer.json"] {
+        fs::write(folder.path().join("model").join(name), "{}").unwrap();
+    }
+    weights(&folder.path().join("model/model.safetensors"), &[("w", "F32", 4, &[2])], &Value::Null);
+    let model = at("model");
+    for command in [&["average"][..], &["merge", "--identical"]] {
+        let more = [&*model, &model, "--to", "hf", "--overwrite", "--out"];
+        let out = at("out");
+        let run = dcp(command.iter().copied().chain(more).chain([&*out]));
+        said(&run, "copying config.json, tokenizer.json");
+        for name in ["config.json", "tokenizer.json", "model.safetensors"] {
+            assert!(folder.path().join("out").join(name).is_file(), "{command:?} {name}");
+        }
+    }
+}

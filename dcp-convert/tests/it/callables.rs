@@ -89,8 +89,8 @@ fn commands_in_objects_are_named_everywhere_and_not_written() {
     assert_eq!(report.callables.len(), 1, "{report:?}");
     let (again, _) = to_pt(&file, &admitting("posix")).unwrap();
     for (source, place) in [
-        (&file, "at \"extra.hooks.1\""),
-        (&again, "at \"extra.hooks.1\""),
+        (&file, "the file at \"extra.hooks.1\""),
+        (&again, "the file at \"extra.hooks.1\""),
         (&sharded, "\"extra.hooks\" at \"1\""),
     ] {
         let what = format!("posix.system in {place}");

@@ -184,7 +184,13 @@ impl Copying<'_> {
                 true => Vec::new(),
                 false => made_visible.iter().filter(hides).cloned().collect(),
             };
-            to.delete(&hidden).await?;
+            // The caller has to know of the damage above all.
+            if let Err(error) = to.delete(&hidden).await {
+                opener.notes().say(format!(
+                    "the copy is damaged and still looks complete, because what makes it visible \
+                     cannot be removed: {error}"
+                ));
+            }
         }
         drop(held);
         checked.map(|()| copied).map_err(|wrong| wrong.error)

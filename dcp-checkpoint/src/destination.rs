@@ -247,6 +247,8 @@ impl Destination {
     /// A job with this destination and no other option yet.
     pub(crate) fn work(&self, name: &str, job: &JobOptions) -> Work {
         let format = self.format.or_else(|| Format::of_name(&self.uri).ok());
+        // Read for other ranks alone.
+        let config = self.config.as_deref().filter(|_| job.group.is_some());
         Work::new(name, job)
             .option("--to", &format)
             .option("--ranks", &self.ranks)
@@ -257,7 +259,7 @@ impl Destination {
             .option("the layout of Megatron-Core", &self.megatron)
             .option("--compress", &self.compression)
             .option("--overwrite", &self.overwrite)
-            .option("--config", &self.config.as_deref().map(model_files::configuration_of))
+            .option("--config", &config.map(model_files::configuration_of))
     }
 
     fn not_compressed(&self, format: Format) -> Error {

@@ -3,8 +3,8 @@
 
 use crate::{Result, process, workspace};
 
-/// The number of sets in which features are checked in pairs. A package with fewer features than that
-/// is checked with each alone.
+/// The number of sets in which features are checked in pairs. A package with no more features than
+/// that is checked with each alone.
 const SETS: u32 = 7;
 
 /// Plug-ins, in a workspace of their own.

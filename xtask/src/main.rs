@@ -78,7 +78,7 @@ cargo xtask <command>
   shells                              completions in fish and zsh, manual pages in groff
   mpi                                 the crate for MPI, on ranks of Open MPI
   deploy                              the job files of deploy/, on a Slurm of one node where it is
-  features                            each package and each feature alone, and the plug-in
+  features                            each package alone, its features, and the plug-ins
   torture [--seeds N] [--json]        disturbs saves and commands at every operation: crashes,
                                       kills, full disks, errors, stalls; prints the counts
   readme                              runs the first command of README.md

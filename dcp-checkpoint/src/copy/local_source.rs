@@ -49,6 +49,7 @@ pub(super) fn look(
 ) -> Result<LocalSource, Error> {
     let mut found = LocalSource::default();
     let inside = root.canonicalize().ok();
+    let inside = inside.as_deref();
     let first = Folder {
         path: root.to_owned(),
         prefix: String::new(),
@@ -102,9 +103,7 @@ pub(super) fn look(
                         found.left.push(format!("{} leads to no file", Quoted(&below)));
                         continue;
                     }
-                    Ok(meta)
-                        if meta.is_dir() && names_checkpoint(name, &path, &folder, &inside) =>
-                    {
+                    Ok(meta) if meta.is_dir() && names_checkpoint(name, &path, &folder, inside) => {
                         found.left.push(format!(
                             "{} is a link to another folder of the source",
                             Quoted(&below)
@@ -112,7 +111,7 @@ pub(super) fn look(
                         continue;
                     }
                     Ok(_) if folder.by_link => return Err(leads_on(&path)),
-                    Ok(_) if leads_inside(&path, &inside) => return Err(leads_back(&path)),
+                    Ok(_) if leads_inside(&path, inside) => return Err(leads_back(&path)),
                     Ok(_) => return Err(not_followed(&path)),
                     Err(error) => return Err(leads_nowhere(&path, error)),
                 },
@@ -133,14 +132,14 @@ pub(super) fn look(
 
 /// Whether an entry of a run says which of its checkpoints is the latest or the best one, by a link to
 /// it: that is copied under its own name. A link of another name may be a part of a checkpoint.
-fn names_checkpoint(name: &str, link: &Path, folder: &Folder, root: &Option<PathBuf>) -> bool {
+fn names_checkpoint(name: &str, link: &Path, folder: &Folder, root: Option<&Path>) -> bool {
     let leads_to = link.canonicalize().ok();
     is_pointer(name)
         && folder.prefix.is_empty()
-        && leads_to.is_some_and(|path| path.parent().map(Path::to_owned) == *root)
+        && leads_to.is_some_and(|path| root.is_some() && path.parent() == root)
 }
 
-fn leads_inside(link: &Path, root: &Option<PathBuf>) -> bool {
+fn leads_inside(link: &Path, root: Option<&Path>) -> bool {
     let Some(root) = root else { return false };
     link.canonicalize().is_ok_and(|path| path.starts_with(root))
 }
@@ -162,31 +161,25 @@ fn cannot_read(path: &Path, error: io::Error) -> Error {
     Error::new(ErrorKind::Io, message).because(error)
 }
 
-fn not_followed(path: &Path) -> Error {
-    let message = format!(
-        "{} is a symbolic link that leads out of the folder, and is not followed",
-        Quoted(&path.to_string_lossy())
-    );
-    Error::new(ErrorKind::InvalidOption, message)
-        .with_hint("--follow-links copies what it leads to; only do so in folders that you trust")
+/// The error for a link that is not followed, with the end of a sentence about it.
+fn refused(link: &Path, what: &str, hint: &str) -> Error {
+    let message = format!("{} is a symbolic link {what}", Quoted(&link.to_string_lossy()));
+    Error::new(ErrorKind::InvalidOption, message).with_hint(hint)
 }
 
-fn leads_on(path: &Path) -> Error {
-    let message = format!(
-        "{} is a symbolic link in a folder that a link leads to, and is not followed",
-        Quoted(&path.to_string_lossy())
-    );
-    Error::new(ErrorKind::InvalidOption, message)
-        .with_hint("copy the folder that it is in, from where that really is")
+fn not_followed(link: &Path) -> Error {
+    let hint = "--follow-links copies what it leads to; only do so in folders that you trust";
+    refused(link, "that leads out of the folder, and is not followed", hint)
 }
 
-fn leads_back(path: &Path) -> Error {
-    let message = format!(
-        "{} is a symbolic link to a folder that is copied, too: its files would be copied twice",
-        Quoted(&path.to_string_lossy())
-    );
-    Error::new(ErrorKind::InvalidOption, message)
-        .with_hint("remove the link, or put a copy of the folder in its place")
+fn leads_on(link: &Path) -> Error {
+    let hint = "copy the folder that it is in, from where that really is";
+    refused(link, "in a folder that a link leads to, and is not followed", hint)
+}
+
+fn leads_back(link: &Path) -> Error {
+    let what = "to a folder that is copied, too: its files would be copied twice";
+    refused(link, what, "remove the link, or put a copy of the folder in its place")
 }
 
 fn leads_nowhere(path: &Path, error: io::Error) -> Error {

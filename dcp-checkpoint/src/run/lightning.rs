@@ -9,8 +9,8 @@ use super::sidecar::names_folder;
 
 /// The state of the trainer of Lightning and Fabric (2.6), in the folder of a sharded checkpoint.
 pub(super) const LIGHTNING_STATE: &str = "meta.pt";
-/// The longest one that is read, in bytes.
-pub(super) const LIGHTNING_STATE_BYTES_MAX: u64 = 64 << 20;
+/// The longest one that is read, in bytes: those of several checkpoints are read at once.
+pub(super) const LIGHTNING_STATE_BYTES_MAX: u64 = 16 << 20;
 
 /// What the callbacks `ModelCheckpoint` had noted when a checkpoint was saved.
 #[derive(Debug, Default, PartialEq)]

@@ -46,6 +46,9 @@ pub(crate) async fn explain(storage: &Arc<dyn Storage>) -> Result<String, Storag
 #[derive(Debug)]
 struct TorchSaveFolders(TorchSaveFormat);
 
+/// The problem of an index without a tensor, as the predicate of a sentence.
+const NAMES_NOTHING: &str = "names no tensor";
+
 #[derive(Deserialize)]
 #[serde(expecting = "a JSON object")]
 struct Index {
@@ -56,7 +59,7 @@ struct Index {
 /// in its folder.
 fn missing_file(folder: &Folder<'_>, json: &[u8]) -> Option<String> {
     match serde_json::from_slice::<Index>(json) {
-        Ok(Index { weight_map }) if weight_map.is_empty() => Some("names no tensor".to_owned()),
+        Ok(Index { weight_map }) if weight_map.is_empty() => Some(NAMES_NOTHING.to_owned()),
         Ok(Index { weight_map }) => {
             let missing = weight_map.into_values().find(|file| !folder.has(file))?;
             Some(format!("names {missing:?}, which is missing"))
@@ -85,7 +88,7 @@ async fn open_indexed(
     let index: Index = serde_json::from_slice(&json).map_err(|error| bad(error.to_string()))?;
     let files: BTreeSet<&String> = index.weight_map.values().collect();
     if files.is_empty() {
-        return Err(bad("it names no tensor".to_owned()));
+        return Err(bad(format!("it {NAMES_NOTHING}")));
     }
     if files.len() > FILES_MAX {
         return Err(bad(format!("it names {} files, too many", files.len())));

@@ -290,16 +290,21 @@ fn learn(
     let shapes = Shapes::of(made, mapping);
     shapes.complete(facts)?;
     facts.set("num_layers", resolved.layers);
-    let own = |name: &str| {
-        let rows = shapes.get(name)?.first().copied()?;
+    let without_padding = |name: &str| {
+        let mut shape = shapes.get(name)?.to_vec();
         let added = padded.iter().find(|(padded, _)| padded.ends_with(name));
-        Some((rows.saturating_sub(added.map_or(0, |(_, added)| *added)), shapes.get(name)?.get(1)))
+        let rows = shape.first_mut()?;
+        *rows = rows.saturating_sub(added.map_or(0, |(_, added)| *added));
+        Some(shape)
     };
-    if let (Some(input), Some(output)) = (own(INPUT_EMBEDDING), own(OUTPUT_EMBEDDING))
+    if let (Some(input), Some(output)) =
+        (without_padding(INPUT_EMBEDDING), without_padding(OUTPUT_EMBEDDING))
         && input != output
     {
-        let problem = format!("the output embedding has {} rows, or another width", output.0);
-        return Err(bad("vocab_size", &input.0.into(), &problem));
+        let problem = format!(
+            "the output embedding has shape {output:?} without padding, the input embedding {input:?}"
+        );
+        return Err(bad("vocab_size", &input.first().copied().into(), &problem));
     }
     if let Some(rows) = shapes.vocabulary() {
         facts.set("padded_vocab_size", rows);

@@ -3,7 +3,7 @@
 //! with what PyTorch says it holds.
 //!
 //! ```sh
-//! cargo run --example quickstart
+//! cargo run -p distcp --example quickstart
 //! ```
 #![allow(clippy::print_stdout, reason = "a program that prints")]
 

@@ -14,6 +14,7 @@ mod held_target;
 mod index_files;
 mod inspect;
 mod keys;
+mod load;
 mod mapping;
 mod mapping_options;
 mod megatron_target;
@@ -61,6 +62,7 @@ pub mod jobs {
     pub use crate::copy::Copying;
     pub use crate::get::{Item, Lookup, SavedItem};
     pub use crate::inspect::{Inspected, Inspection};
+    pub use crate::load::Loading;
     pub use crate::reshard::Resharding;
     pub use crate::unshard::Unsharding;
     pub use crate::verify::Verification;

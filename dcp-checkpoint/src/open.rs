@@ -8,8 +8,8 @@ use dcp_convert::Source;
 use dcp_convert::open::RunListing;
 use dcp_convert::write::{MetadataRewrite, ProfileChoice};
 use dcp_core::format::{
-    CheckpointTarget, Evidence, FormatInfo, Occupant, OpenedCheckpoint, Place, RankDifference,
-    RunSelection, UnfinishedSave,
+    CheckpointTarget, FormatInfo, InnerCheckpoint, Occupant, OpenedCheckpoint, Place,
+    RankDifference, RunSelection, UnfinishedSave,
 };
 use dcp_core::registry::Access;
 use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
@@ -170,27 +170,16 @@ impl Opener {
         let mut found = Found { uri: uri.to_owned(), place, tracker_problem: None };
         // A folder in the iteration of a run, and no further: a hostile listing could go on.
         for _ in 0..2 {
-            let matches = self.formats.recognize(&found.place.listing().root());
-            let best = matches.first().filter(|best| best.found.evidence == Evidence::Index);
-            let folder = match best {
-                Some(best) => best.found.inner.clone(),
-                None => {
-                    let is_checkpoint =
-                        matches.first().is_some_and(|best| best.found.is_checkpoint());
-                    let selection = self.formats.select(&found.place).await?;
-                    let is_followed = |one: &RunSelection| one.tracker.is_some() || !is_checkpoint;
-                    match selection.filter(is_followed) {
-                        Some(selection) => {
-                            let folder = selected(&found.uri, &selection, notes)?;
-                            let problem = selection.tracker.zip(selection.tracker_problem);
-                            found.tracker_problem = problem;
-                            Some(folder)
-                        }
-                        None => None,
-                    }
+            let folder = match self.formats.inner_checkpoint(&found.place).await? {
+                None => break,
+                Some(InnerCheckpoint::Folder(folder)) => folder,
+                Some(InnerCheckpoint::Selected(selection)) => {
+                    let folder = selected(&found.uri, &selection, notes)?;
+                    found.tracker_problem = selection.tracker.zip(selection.tracker_problem);
+                    folder
                 }
+                Some(_) => break,
             };
-            let Some(folder) = folder else { break };
             found.uri = below(&found.uri, &folder);
             found.place = self.formats.look_below(&found.place, &folder).await?;
             if found.place.listing().root().is_empty() {

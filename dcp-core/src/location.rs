@@ -1,4 +1,4 @@
-//! Which URLs name one place.
+//! Which URLs name one place, and their folders and names.
 
 /// A place in a storage. Jobs compare places to find URLs that name the same files.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -26,5 +26,53 @@ impl Location {
     #[must_use]
     pub fn is_in(&self, other: &Self) -> bool {
         self.storage == other.storage && self.names.starts_with(&other.names)
+    }
+}
+
+/// The folder that a URL is in, and its name there; `None` for a root, such as a bucket.
+///
+/// ```
+/// use dcp_core::location::split_url;
+/// assert_eq!(split_url("s3://bucket/model.pt"), Some(("s3://bucket".into(), "model.pt".into())));
+/// assert_eq!(split_url("model.pt"), Some((".".into(), "model.pt".into())));
+/// assert_eq!(split_url("s3://bucket"), None);
+/// ```
+#[must_use]
+pub fn split_url(url: &str) -> Option<(String, String)> {
+    let (scheme, path) = match url.split_once("://") {
+        Some((scheme, path)) => (format!("{scheme}://"), path),
+        None => (String::new(), url),
+    };
+    let path = path.trim_end_matches('/');
+    if !path.contains('/') && !matches!(&*scheme, "" | "file://") {
+        return None;
+    }
+    let (parent, name) = match path.rsplit_once('/') {
+        Some(("", name)) => ("/", name),
+        Some((parent, name)) => (parent, name),
+        None => (".", path),
+    };
+    (!name.is_empty()).then(|| (format!("{scheme}{parent}"), name.to_owned()))
+}
+
+/// The URL of `name` in the folder `url`.
+#[must_use]
+pub fn below_url(url: &str, name: &str) -> String {
+    format!("{}/{name}", url.trim_end_matches('/'))
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn urls_split_into_folder_and_name() {
+        let split = |url| super::split_url(url).unwrap();
+        assert_eq!(split("a/b.npy"), ("a".into(), "b.npy".into()));
+        assert_eq!(split("b.npy"), (".".into(), "b.npy".into()));
+        assert_eq!(split("/b"), ("/".into(), "b".into()));
+        assert_eq!(split("file:///x/y/"), ("file:///x".into(), "y".into()));
+        assert_eq!(split("s3://bucket/x"), ("s3://bucket".into(), "x".into()));
+        assert!(super::split_url("/").is_none());
+        assert!(super::split_url("s3://bucket").is_none());
+        assert!(super::split_url("s3://bucket/").is_none());
     }
 }

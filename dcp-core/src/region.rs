@@ -4,6 +4,7 @@
 //! are elements per axis; bytes appear only in [`Region::runs_in`].
 
 use std::fmt;
+use std::ops::Range;
 
 use crate::dims::{Dims, checked_volume};
 
@@ -25,6 +26,16 @@ pub enum RegionError {
         offsets: usize,
         /// The length of the list of sizes.
         sizes: usize,
+    },
+    /// A range of an axis ends before it begins.
+    #[error("range {begin}..{end} of axis {axis} ends before it begins")]
+    Reversed {
+        /// The axis.
+        axis: usize,
+        /// The begin of the range.
+        begin: u64,
+        /// The end of the range.
+        end: u64,
     },
     /// An end, or the number of elements, exceeds 64 bits.
     #[error("box at {offsets} of sizes {sizes} exceeds 64 bits")]
@@ -62,6 +73,28 @@ impl Region {
     pub fn full(shape: impl Into<Dims>) -> Result<Self, RegionError> {
         let sizes = shape.into();
         Self::new(Dims::zeros(sizes.ndim()), sizes)
+    }
+
+    /// The elements in a range of each axis.
+    ///
+    /// ```
+    /// use dcp_core::Region;
+    /// let half = Region::of_ranges([2..4, 0..8])?;
+    /// assert_eq!((&half.offsets()[..], &half.sizes()[..]), (&[2, 0][..], &[2, 8][..]));
+    /// # Ok::<(), dcp_core::region::RegionError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// When a range ends before it begins, or the volume exceeds `u64`.
+    pub fn of_ranges(ranges: impl IntoIterator<Item = Range<u64>>) -> Result<Self, RegionError> {
+        let (mut offsets, mut sizes) = (Vec::new(), Vec::new());
+        for (axis, Range { start: begin, end }) in ranges.into_iter().enumerate() {
+            let reversed = RegionError::Reversed { axis, begin, end };
+            offsets.push(begin);
+            sizes.push(end.checked_sub(begin).ok_or(reversed)?);
+        }
+        Self::new(offsets, sizes)
     }
 
     /// The offset, per axis.

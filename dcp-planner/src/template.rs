@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dcp_core::dims::checked_volume;
-use dcp_core::metadata::{Entry, TensorEntry};
+use dcp_core::metadata::{Entry, Layout, TensorEntry};
 use dcp_core::path::{PathItem, StatePath};
 use dcp_core::plan::{LeafKind, StateIndex, StateLeaf};
 use dcp_core::{CheckpointMetadata, PlanError, Rank, StateDict, Tensor, Value};
@@ -56,7 +56,23 @@ impl Template {
     /// [`PlanError::Uncovered`] for a tensor of which fewer bytes are stored than it claims to
     /// have, so that no memory is claimed for data that does not exist.
     pub fn whole(metadata: &CheckpointMetadata, filter: &KeyFilter) -> Result<Self, PlanError> {
-        Self::of(metadata, filter, |tensor| Tensor::zeros(tensor.dtype, tensor.shape.clone()))
+        Self::whole_within(metadata, filter, 0)
+    }
+
+    /// As [`whole`](Self::whole), where chunks that the reader [computes](Layout::Computed), such as
+    /// those of Megatron-Core's merged ranks, have together up to `computed_bytes`.
+    ///
+    /// # Errors
+    ///
+    /// As [`whole`](Self::whole).
+    pub fn whole_within(
+        metadata: &CheckpointMetadata,
+        filter: &KeyFilter,
+        computed_bytes: u64,
+    ) -> Result<Self, PlanError> {
+        Self::of(metadata, filter, computed_bytes, |tensor| {
+            Tensor::zeros(tensor.dtype, tensor.shape.clone())
+        })
     }
 
     /// What `rank` of `world_size` gets of the tensors that `filter` selects, in consecutive
@@ -73,7 +89,7 @@ impl Template {
         world_size: u32,
         cut: ShardAxis,
     ) -> Result<Self, PlanError> {
-        Self::of(metadata, filter, |tensor| {
+        Self::of(metadata, filter, 0, |tensor| {
             let axis = match cut {
                 ShardAxis::Rows => (tensor.shape.ndim() > 0).then_some(0),
                 ShardAxis::LongestAxis => longest_axis(&tensor.shape),
@@ -89,6 +105,7 @@ impl Template {
     fn of(
         metadata: &CheckpointMetadata,
         filter: &KeyFilter,
+        mut computed_bytes: u64,
         mut zeros: impl FnMut(&TensorEntry) -> Result<Tensor, PlanError>,
     ) -> Result<Self, PlanError> {
         let mut leaves = Vec::new();
@@ -96,7 +113,7 @@ impl Template {
         {
             let value = match entry {
                 Entry::Tensor(tensor) => {
-                    check_claim(fqn, metadata, tensor)?;
+                    check_claim(fqn, metadata, tensor, &mut computed_bytes)?;
                     Value::Tensor(zeros(tensor)?)
                 }
                 Entry::Object(_) => Value::None,
@@ -155,11 +172,13 @@ impl TemplateLeaf {
     }
 }
 
-/// Whether the chunks of a tensor can hold what its shape claims.
+/// Whether the chunks of a tensor can hold what its shape claims. Computed ones take their bytes
+/// from `computed_bytes`.
 fn check_claim(
     fqn: &str,
     metadata: &CheckpointMetadata,
     tensor: &TensorEntry,
+    computed_bytes: &mut u64,
 ) -> Result<(), PlanError> {
     let element = tensor.dtype.size() as u64;
     let expected = tensor
@@ -171,12 +190,18 @@ fn check_claim(
             limit: u64::MAX,
         })?;
     let found = tensor.chunks.iter().fold(0_u64, |found, chunk| {
+        let volume = checked_volume(chunk.sizes).unwrap_or(u64::MAX);
         let Some(placement) = chunk.placement else { return found };
-        let packed = metadata.encoding(&placement).is_some_and(|e| !e.transforms.is_empty());
+        let encoding = metadata.encoding(&placement);
+        if encoding.is_some_and(|encoding| encoding.layout == Layout::Computed) {
+            let held = volume.min(*computed_bytes / element);
+            *computed_bytes -= held * element;
+            return found.saturating_add(held);
+        }
+        let packed = encoding.is_some_and(|encoding| !encoding.transforms.is_empty());
         let expansion = if packed { MAX_EXPANSION } else { 1 };
         let stored = placement.byte_len.saturating_mul(expansion) / element;
-        let held = checked_volume(chunk.sizes).unwrap_or(u64::MAX).min(stored);
-        found.saturating_add(held)
+        found.saturating_add(volume.min(stored))
     });
     if found < expected {
         return Err(PlanError::Uncovered { fqn: fqn.to_owned(), expected, found });

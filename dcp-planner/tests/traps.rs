@@ -6,7 +6,7 @@ mod support;
 
 use std::sync::Arc;
 
-use dcp_core::metadata::{Entry, ObjectEntry, TensorEntry};
+use dcp_core::metadata::{Encoding, Entry, Layout, ObjectEntry, Placement, TensorEntry};
 use dcp_core::path::{PathItem, StatePath};
 use dcp_core::plan::{GlobalPlan, LeafKind, PlanContext, PlanKey, SavePlan, TensorSpec};
 use dcp_core::planner::{LoadPlanner, SavePlanner};
@@ -267,8 +267,17 @@ fn templates_claim_no_memory_for_what_is_not_stored() {
     let mut metadata = stored(&huge, &[region(&[0], &huge)]);
     let Some(Entry::Tensor(tensor)) = metadata.get_mut("w") else { panic!() };
     let placement = tensor.chunks.get(0).unwrap().placement.unwrap();
-    tensor.chunks.place(0, dcp_core::metadata::Placement { byte_len: 4096, ..placement });
+    tensor.chunks.place(0, Placement { byte_len: 4096, ..placement });
     assert!(Template::whole(&metadata, &KeyFilter::all()).is_err());
+    // A chunk that a reader computes: the caller says how many bytes there are for it.
+    let mut computed = stored(&[4, 4], &[whole(&[4, 4])]);
+    let layout = computed.intern_encoding(&Encoding::new(Layout::Computed)).unwrap();
+    let Some(Entry::Tensor(tensor)) = computed.get_mut("w") else { panic!() };
+    let placement = tensor.chunks.get(0).unwrap().placement.unwrap();
+    tensor.chunks.place(0, Placement { byte_len: 0, encoding: layout, ..placement });
+    let bytes = 16 * tensor.dtype.size() as u64;
+    let within = |bytes| Template::whole_within(&computed, &KeyFilter::all(), bytes).is_ok();
+    assert_eq!([within(0), within(bytes - 1), within(bytes)], [false, false, true]);
     let overflow = stored(&[u64::MAX, 2], &[]);
     assert!(Template::whole(&overflow, &KeyFilter::all()).is_err());
     assert!(Template::whole(&metadata, &KeyFilter::any_of(["other"])).unwrap().leaves().is_empty());

@@ -10,6 +10,7 @@ use std::future::IntoFuture;
 use std::pin::Pin;
 use std::sync::Arc;
 
+use dcp_core::format::FormatRegistry;
 use dcp_core::planner::{LoadPlanner, SavePlanner};
 use dcp_core::registry::StorageRegistry;
 use dcp_core::{
@@ -66,6 +67,7 @@ type MakeReader = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageReader> + Send + Sy
 #[derive(Clone)]
 pub struct Checkpointer {
     storages: StorageRegistry,
+    formats: FormatRegistry,
     #[cfg(all(feature = "node", unix))]
     upload_slots: Option<dcp_storage_node::UploadSlots>,
     #[cfg(feature = "trace")]
@@ -92,13 +94,14 @@ impl Default for Checkpointer {
 }
 
 impl Checkpointer {
-    /// Saves and loads in this process alone, in PyTorch's format, at the URLs of
-    /// [`default_storages`](crate::default_storages).
+    /// Saves in PyTorch's format and loads every format of [`default_formats`](crate::default_formats),
+    /// in this process alone, at the URLs of [`default_storages`](crate::default_storages).
     #[must_use]
     pub fn new() -> Self {
         let saver = Saver::new();
         Self {
             storages: crate::default_storages(),
+            formats: crate::default_formats(),
             #[cfg(all(feature = "node", unix))]
             upload_slots: None,
             #[cfg(feature = "trace")]
@@ -298,7 +301,8 @@ impl Checkpointer {
     }
 
     /// A load of `url` into `state`, which every rank calls with its own state, in whatever
-    /// layout: tensors in place, objects by replacing them.
+    /// layout: tensors in place, objects by replacing them. The checkpoint may be of any format, a
+    /// folder, a file, or the folder of a run, which selects one.
     pub fn load<'a, S: Stateful + Send + ?Sized>(
         &self,
         state: &'a mut S,

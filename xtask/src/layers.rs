@@ -192,6 +192,7 @@ const LAYERS: &[Layer] = &[
         uses: &[
             "dcp-core",
             "dcp-planner",
+            "dcp-engine",
             "dcp-formats",
             "dcp-convert",
             "dcp-olmo",

@@ -1,11 +1,13 @@
 //! What a checkpoint holds, as one value to look at or to print as JSON.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::Arc;
 
 use dcp_core::error::error_chain;
 use dcp_core::metadata::{Entry, Layout, Placement, TensorEntry, WrappedTensor};
 use dcp_core::path::PathItem;
+use dcp_core::text::counted;
 use dcp_core::{CheckpointError, CheckpointMetadata, Key, StorageErrorKind};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use indexmap::IndexMap;
@@ -108,6 +110,28 @@ impl Summary {
     #[must_use]
     pub fn tensor_count(&self) -> usize {
         self.keys.values().filter_map(KeySummary::as_tensor).count()
+    }
+}
+
+/// Characters of a value that [`KeySummary`] shows.
+const SHOWN_MAX: usize = 60;
+
+/// A line: dtype, shape and number of chunks of a tensor, or the beginning of a value.
+impl fmt::Display for KeySummary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tensor(TensorSummary { dtype, shape, chunks, .. }) => {
+                let chunks = counted(chunks.len() as u64, "chunk");
+                write!(f, "{dtype:<8} {:<9} in {chunks}", format!("{shape:?}"))
+            }
+            Self::Object { value } => {
+                let text = value.to_string();
+                match text.char_indices().nth(SHOWN_MAX) {
+                    Some((cut, _)) => write!(f, "= {}…", text.get(..cut).unwrap_or_default()),
+                    None => write!(f, "= {text}"),
+                }
+            }
+        }
     }
 }
 

@@ -8,6 +8,7 @@
 mod audit;
 mod listed;
 mod listing;
+mod open_url;
 mod opened;
 mod recognized;
 mod registry;
@@ -29,6 +30,7 @@ pub use audit::{
 };
 pub use listed::ListedStorage;
 pub use listing::{Folder, Listing, ListingEntry, Peek};
+pub use open_url::InnerCheckpoint;
 pub use opened::{OpenOptions, OpenedCheckpoint, Place, RankDifference};
 pub use recognized::{
     Evidence, Examined, FormatInfo, Recognized, RunSelection, RunTracker, UnfinishedSave,

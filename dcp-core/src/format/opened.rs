@@ -32,6 +32,12 @@ pub struct OpenOptions {
     /// where it opens the checkpoint faster without them, but no objects. One that does returns their
     /// [`names`](OpenedCheckpoint::names).
     pub keys: Option<WantedKeys>,
+    /// Whether the tensors go into the memory of a trainer, which compares no checksums itself: the
+    /// reader compares those of chunks that several reads cover together. Jobs compare what they read.
+    pub for_load: bool,
+    /// Whether every rank of a group opens the checkpoint. Checks that cost a request for each rank
+    /// are then left to [`audit`](OpenedCheckpoint::audit).
+    pub in_group: bool,
 }
 
 impl OpenOptions {
@@ -53,6 +59,14 @@ impl OpenOptions {
     #[must_use]
     pub fn with_rank(mut self, rank: Option<u32>) -> Self {
         self.rank = rank;
+        self
+    }
+
+    /// The same, to load into the memory of a trainer, on every rank of a group where it is
+    /// `in_group`.
+    #[must_use]
+    pub fn with_load(mut self, in_group: bool) -> Self {
+        (self.for_load, self.in_group) = (true, in_group);
         self
     }
 

@@ -147,6 +147,21 @@ impl SaveHandle {
             over(ended).await;
             self.ended = None;
         }
+        self.outcome()
+    }
+
+    /// Like [`wait`](Self::wait), on this thread, without a runtime. In a task, prefer
+    /// [`wait`](Self::wait): this holds up the thread.
+    ///
+    /// # Errors
+    ///
+    /// As [`wait`](Self::wait).
+    pub fn blocking(self) -> Result<SaveSummary, CheckpointError> {
+        self.slot.wait_until_finished();
+        self.outcome()
+    }
+
+    fn outcome(&self) -> Result<SaveSummary, CheckpointError> {
         let mut state = lock(&self.slot.state);
         if state.returned {
             return Err(background("an earlier call returned the outcome".into()));

@@ -249,8 +249,8 @@ impl CheckpointFormat for DcpFormat {
     ) -> Result<OpenedCheckpoint, CheckpointError> {
         let mut reader = DcpReader::builder(Arc::clone(place.storage()))
             .tolerant(options.tolerant)
-            .verify_parts(false)
-            .compare_saved(true);
+            .verify_parts(options.for_load)
+            .compare_saved(!options.in_group);
         if let Some(rank) = options.rank {
             reader = reader.rank(rank);
         }

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
+use dcp_core::format::{FormatRegistry, OpenOptions};
 use dcp_core::registry::{Access, StorageRegistry};
+use dcp_core::text::without_secrets;
 use dcp_core::{CheckpointError, Storage, StorageReader, StorageWriter};
 use dcp_engine::{ParallelReader, ReadSharing};
-use dcp_formats::dcp::DcpReader;
 
 use super::Checkpointer;
 
@@ -16,8 +17,15 @@ pub(super) enum Opened {
 }
 
 impl Checkpointer {
+    /// The formats that loads recognize; those of [`default_formats`](crate::default_formats) by
+    /// default. Saves write PyTorch's format, or that of a [`writer`](Self::writer).
+    #[must_use]
+    pub fn formats(self, formats: FormatRegistry) -> Self {
+        Self { formats, ..self }
+    }
+
     /// Reads through another [`StorageReader`], such as a [`ParallelReader`] with options, which then
-    /// replaces [`read_sharing`](Self::read_sharing).
+    /// replaces [`read_sharing`](Self::read_sharing) and [`formats`](Self::formats).
     #[must_use]
     #[doc(alias = "storage_reader")]
     pub fn reader<R, F>(mut self, make: F) -> Self
@@ -86,21 +94,24 @@ impl Checkpointer {
     }
 
     pub(super) async fn open_reader(&self, url: &str) -> Result<Opened, CheckpointError> {
-        let storage = self.traced_storages().open(url, Access::Read).await?;
+        let storages = self.traced_storages();
         if let Some(make) = &self.reader {
-            return Ok(Opened::Any(make(storage)));
+            return Ok(Opened::Any(make(storages.open(url, Access::Read).await?)));
         }
-        // The ranks of a group would each read the sidecar.
-        let reader = DcpReader::builder(storage).compare_saved(self.group.is_none()).build();
+        let options = OpenOptions::default().with_load(self.group.is_some());
+        let opened = self.formats.open_url(&storages, url, &options).await?;
+        for note in &opened.notes {
+            tracing::warn!(url = %without_secrets(url), "{note}");
+        }
         let shares = self.sharing != ReadSharing::Never;
         Ok(match &self.group {
             Some(group) if group.world_size() > 1 && shares => Opened::Shared(
-                ParallelReader::new(Arc::new(reader), Arc::clone(group))
+                ParallelReader::new(opened.reader, Arc::clone(group))
                     .sharing(self.sharing)
                     .replicas_only(self.sharing == ReadSharing::Auto)
                     .index_per_rank(true),
             ),
-            _ => Opened::Any(Arc::new(reader)),
+            _ => Opened::Any(opened.reader),
         })
     }
 }

@@ -18,3 +18,14 @@ fn a_background_save_outlives_the_blocking_call_in_which_it_began() {
     drop(checkpointer);
     assert_eq!(load(&place).unwrap(), 8);
 }
+
+#[test]
+fn a_thread_without_a_runtime_waits_for_a_background_save() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = folder.path().join("run").display().to_string();
+    let saved = dcp::save(&state(4, 0, 1), &url).background().unwrap().blocking().unwrap();
+    assert!(!saved.reused_plan);
+    assert_eq!(load(&url).unwrap(), 4);
+    let nowhere = folder.path().join("run/.metadata/below").display().to_string();
+    assert!(dcp::save(&state(5, 0, 1), &nowhere).background().unwrap().blocking().is_err());
+}

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
+#[cfg(feature = "checkpoint")]
+mod any_format;
 mod background;
 mod borrowed;
 mod broadcast;

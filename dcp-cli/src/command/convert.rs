@@ -66,12 +66,12 @@ pub(crate) struct Convert {
 
     /// Make quantized tensors plain numbers of this dtype: fp8 with weight_scale_inv, MXFP4,
     /// torchao's optimizer states, Int8Tensor and Float8Tensor.
-    #[arg(long, value_name = "DTYPE", value_parser = parse_dtype)]
+    #[arg(hide_short_help = true, long, value_name = "DTYPE", value_parser = parse_dtype, help_heading = "Quantized tensors")]
     pub(crate) dequantize: Option<DType>,
 
     /// Rows and columns of fp8 weights that share a scale, such as 128x128; by default what
     /// config.json says.
-    #[arg(long, value_name = "ROWSxCOLUMNS", value_parser = parse_block, requires = "dequantize")]
+    #[arg(hide_short_help = true, long, value_name = "ROWSxCOLUMNS", value_parser = parse_block, requires = "dequantize", help_heading = "Quantized tensors")]
     pub(crate) block_size: Option<[u64; 2]>,
 
     #[command(flatten)]

@@ -40,7 +40,11 @@ const MEGATRONS: [&str; 11] = [
 /// those of other ranks, and passes over them. So name the new sizes when it goes on, instead of
 /// --use-mp-args-from-checkpoint-args.
 #[derive(Args, Debug)]
-#[command(after_long_help = "\
+#[command(
+    mut_arg("tp", |arg| arg.hide_short_help(false)),
+    mut_arg("pp", |arg| arg.hide_short_help(false)),
+    mut_arg("ep", |arg| arg.hide_short_help(false)),
+    after_long_help = "\
 Examples:
   dcp reshard runs/step_1000 resharded --ranks 8
   dcp reshard runs/step_1000 merged --ranks 1

@@ -92,11 +92,11 @@ pub(crate) struct Destination {
     dtype: Option<DType>,
 
     /// Keep the dtype of keys that match or are below this (new) name; may be given again.
-    #[arg(long, value_name = "GLOB", requires = "dtype")]
+    #[arg(hide_short_help = true, long, value_name = "GLOB", requires = "dtype")]
     keep_dtype: Vec<String>,
 
     /// The most bytes of tensors in a file; 5GB by default. For hf.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(hide_short_help = true, long, value_name = "BYTES", value_parser = parse_bytes)]
     max_shard_size: Option<u64>,
 
     /// Copy config and tokenizer files from this directory, so that transformers finds all it
@@ -106,12 +106,12 @@ pub(crate) struct Destination {
     config: Option<PathBuf>,
 
     /// Write the stream that PyTorch before 1.6 reads. For torch-save.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     legacy: bool,
 
     /// The device that torch.load puts all tensors on; by default those of a torch.save file keep
     /// theirs, such as cuda:0. For torch-save.
-    #[arg(long, value_name = "DEVICE", value_parser = ["cpu"])]
+    #[arg(hide_short_help = true, long, value_name = "DEVICE", value_parser = ["cpu"])]
     device: Option<String>,
 
     #[command(flatten)]

@@ -29,7 +29,7 @@ pub(crate) struct KeyOptions {
     pub(crate) model_only: bool,
 
     /// Leave out the optimizer.
-    #[arg(long, conflicts_with = "model_only")]
+    #[arg(hide_short_help = true, long, conflicts_with = "model_only")]
     pub(crate) no_optimizer: bool,
 
     /// Select everything, also for formats that get only the model by default.
@@ -41,7 +41,7 @@ pub(crate) struct KeyOptions {
     pub(crate) rename: Vec<Rename>,
 
     /// Rename keys by a file: a JSON object, or lines of an old and a new name (- to leave out).
-    #[arg(long, value_name = "FILE")]
+    #[arg(hide_short_help = true, long, value_name = "FILE")]
     pub(crate) map: Option<PathBuf>,
 }
 
@@ -50,7 +50,7 @@ pub(crate) struct KeyOptions {
 #[command(next_help_heading = "Keys")]
 pub(crate) struct OptimizerKeys {
     /// Divide the optimizer's state as OLMo-core does: nested as in PyTorch, or by parameter.
-    #[arg(long, value_name = "LAYOUT")]
+    #[arg(hide_short_help = true, long, value_name = "LAYOUT")]
     optimizer_layout: Option<Layout>,
 }
 

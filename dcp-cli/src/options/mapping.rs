@@ -19,6 +19,7 @@ pub(crate) struct Arch {
 
     /// Pad the vocabulary to a multiple of this times --tp; 128 by default, as Megatron-LM has it.
     #[arg(
+        hide_short_help = true,
         long,
         value_name = "N",
         alias = "make-vocab-size-divisible-by",
@@ -28,21 +29,21 @@ pub(crate) struct Arch {
 
     /// The layer implementation that loads the new checkpoint; names of norms differ between the
     /// two. transformer_engine by default, as in Megatron-LM.
-    #[arg(long, value_name = "IMPL")]
+    #[arg(hide_short_help = true, long, value_name = "IMPL")]
     transformer_impl: Option<TransformerImpl>,
 
     /// Leave out tensors for which the mapping has no rule, instead of failing.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     allow_left_over: bool,
 
     /// Convert also where the other side cannot express the arguments or config.json, with a note:
     /// the new model computes something else. To hf, --config DIR implies it.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     ignore_args: bool,
 
     /// Write an output embedding also where the model has none of its own, as a copy of the input
     /// embedding.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     untie: bool,
 }
 

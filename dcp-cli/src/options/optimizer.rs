@@ -9,14 +9,14 @@ use dcp::checkpoint::{OptimizerForm, OptimizerOptions};
 pub(crate) struct MegatronOptimizer {
     /// Show the optimizer's state in another form: a tensor for each parameter and state, which
     /// any layout of ranks can have. Parameters in flat buffers are identified by their values.
-    #[arg(long, value_name = "FORM")]
+    #[arg(hide_short_help = true, long, value_name = "FORM")]
     optimizer: Option<Form>,
 
     #[command(flatten)]
     corrupt: CorruptOptimizer,
 
     /// Restart the optimizer: master parameters from the weights, moments and steps zero.
-    #[arg(long, conflicts_with = "allow_corrupt_optimizer")]
+    #[arg(hide_short_help = true, long, conflicts_with = "allow_corrupt_optimizer")]
     repair_optimizer: bool,
 }
 
@@ -25,7 +25,7 @@ pub(crate) struct MegatronOptimizer {
 #[command(next_help_heading = "Megatron-Core")]
 pub(crate) struct CorruptOptimizer {
     /// Copy optimizer state that Megatron-Core 0.15 to 0.19 shifted, unchanged.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     pub(crate) allow_corrupt_optimizer: bool,
 }
 

@@ -10,32 +10,32 @@ use dcp::megatron::partition::PipelineSplit;
 #[command(next_help_heading = "Megatron-Core")]
 pub(crate) struct TorchDist {
     /// Tensor-parallel ranks to write for; by default as many as the source has, else 1.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    #[arg(hide_short_help = true, long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     tp: Option<u32>,
 
     /// Pipeline stages to write for.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    #[arg(hide_short_help = true, long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pp: Option<u32>,
 
     /// Expert-parallel ranks to write for.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    #[arg(hide_short_help = true, long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     ep: Option<u32>,
 
     /// Ranks that share each expert, to write for; by default as many as --tp, or as the source has
     /// where that has another number than its --tp.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    #[arg(hide_short_help = true, long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     etp: Option<u32>,
 
     #[command(flatten)]
     split: Split,
 
     /// The versions of Megatron-Core that can read it.
-    #[arg(long, value_name = "FORM")]
+    #[arg(hide_short_help = true, long, value_name = "FORM")]
     form: Option<Form>,
 
     /// Write an integrity.json with the SHA-256 of every file, which Megatron-Core 0.17.1 and
     /// later compare on request.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     integrity: bool,
 }
 
@@ -45,23 +45,24 @@ pub(crate) struct TorchDist {
 struct Split {
     /// Layers of the first pipeline stage; the other stages share what is left. Without any of
     /// these options stages are as in the source, where it has as many of them, else equal.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    #[arg(hide_short_help = true, long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     decoder_first_pipeline_num_layers: Option<u32>,
 
     /// Layers of the last pipeline stage.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    #[arg(hide_short_help = true, long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     decoder_last_pipeline_num_layers: Option<u32>,
 
     /// Count the embedding as a layer of the first pipeline stage.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     account_for_embedding_in_pipeline_split: bool,
 
     /// Count the loss as a layer of the last pipeline stage.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     account_for_loss_in_pipeline_split: bool,
 
     /// Chunks of layers of each pipeline stage, for an interleaved schedule.
     #[arg(
+        hide_short_help = true,
         long,
         value_name = "N",
         alias = "num-virtual-stages-per-pipeline-rank",

@@ -8,6 +8,7 @@ use super::parse::parse_bytes;
 
 /// Options of everything that writes.
 #[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Writing")]
 pub(crate) struct Writing {
     /// Replace the target if it exists; until the new one is complete, the old one stays.
     #[arg(long)]
@@ -25,11 +26,11 @@ pub(crate) struct Writing {
     callables: AllowCallable,
 
     /// Tensor data to hold in memory at once, such as 64MiB.
-    #[arg(long, value_name = "BYTES", default_value = "256MiB", value_parser = parse_bytes)]
+    #[arg(hide_short_help = true, long, value_name = "BYTES", default_value = "256MiB", value_parser = parse_bytes)]
     max_memory: u64,
 
     /// Reads in flight.
-    #[arg(short, long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(hide_short_help = true, short, long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: u16,
 }
 
@@ -50,7 +51,7 @@ pub(crate) struct AllowCallable {
     /// Write objects with this Python class or function too, although loading them runs it and it
     /// is not known to be harmless. A GLOB of whole names (`mypackage.*`), or the
     /// beginning of names up to a dot (`mypackage`); may be given again.
-    #[arg(long, value_name = "GLOB")]
+    #[arg(hide_short_help = true, long, value_name = "GLOB")]
     allow_callable: Vec<String>,
 }
 

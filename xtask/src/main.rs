@@ -30,6 +30,8 @@ mod venv;
 mod workspace;
 
 #[cfg(test)]
+mod ci_steps;
+#[cfg(test)]
 mod circles;
 #[cfg(test)]
 mod contracts;

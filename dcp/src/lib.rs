@@ -122,6 +122,11 @@ pub use storages::storages_following_links;
 #[doc = include_str!("../../README.md")]
 struct Readme;
 
+/// So do those of the guides.
+#[cfg(all(doctest, feature = "blocking", feature = "fs", feature = "checkpoint"))]
+#[doc = include_str!("../../docs/guides/resume-training.md")]
+struct Guides;
+
 /// Saves `state` to `url` from this process alone, in PyTorch's format.
 ///
 /// Await it, or call [`blocking`](checkpointer::Save::blocking) or

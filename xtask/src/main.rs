@@ -13,6 +13,7 @@ mod bench_object;
 mod bench_plan;
 mod bench_ratios;
 mod bench_rows;
+mod book;
 mod browser;
 mod deploy;
 mod emulators;
@@ -84,6 +85,7 @@ cargo xtask <command>
   torture [--seeds N] [--json]        disturbs saves and commands at every operation: crashes,
                                       kills, full disks, errors, stalls; prints the counts
   readme                              runs the first command of README.md
+  book                                renders docs/ and the pages that it links to with mdBook
   api [--update]                      compares the public names of published crates with api/
   fuzz [TARGET [SECONDS]]             runs one fuzz target with cargo-fuzz, or lists them
   fuzz --all [--seconds N]            builds and runs every fuzz target, with no nightly
@@ -105,6 +107,7 @@ fn main() -> ExitCode {
         ["browser", ref rest @ ..] => browser::main(rest),
         ["shells"] => shells::main(),
         ["readme"] => readme::main(),
+        ["book"] => book::main(),
         ["torture", ref rest @ ..] => torture::main(rest),
         ["fuzz", ref rest @ ..] => fuzz::main(rest),
         [] | ["help" | "--help" | "-h"] => {

@@ -118,7 +118,6 @@ pub(crate) fn text<'a>(value: &'a Value, field: &str) -> &'a str {
 
 /// Every file that belongs to the checkout, relative to the root and sorted: what git tracks or
 /// would track, or in an exported tree without git everything but build output.
-#[cfg(test)]
 pub(crate) fn files() -> Result<Vec<PathBuf>> {
     let mut git = Command::new("git");
     git.current_dir(root()).args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"]);
@@ -135,7 +134,6 @@ pub(crate) fn files() -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-#[cfg(test)]
 fn walk(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     let mut folders = vec![folder.to_owned()];

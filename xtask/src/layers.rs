@@ -236,7 +236,7 @@ const LAYERS: &[Layer] = &[
     Layer {
         package: "dcp-conformance",
         uses: &["dcp-core"],
-        tests_use: &["dcp-formats"],
+        tests_use: &["dcp-formats", "dcp-planner"],
         never: &["object_store", "reqwest", "zip"],
         never_named: &["std::process::Command"],
     },

@@ -1,7 +1,9 @@
 //! Clauses on groups in which a rank dies, stalls, gives up or errs.
 
-use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Barrier, Condvar, Mutex, PoisonError};
 use std::thread;
+use std::time::Duration;
 
 use bytes::Bytes;
 use dcp_core::{Collective, CollectiveError};
@@ -56,6 +58,12 @@ fn is_abort_of(error: &CollectiveError, culprit: u32) -> Outcome {
     }
 }
 
+/// The calls of the rank that aborted, as many as the others make until one fails. After an abort they fail. Where
+/// it did nothing they go through, on all ranks, so that none waits for a deadline to notice it.
+fn call_after_abort(collective: &dyn Collective) {
+    drop(until_error(PATIENT, || collective.barrier()));
+}
+
 fn abort_reaches_every_waiting_rank_with_its_rank_and_reason(subject: &Subject) -> Outcome {
     for culprit in CULPRITS {
         let (here, seen) = (Meeting::new(), Meeting::new());
@@ -65,6 +73,7 @@ fn abort_reaches_every_waiting_rank_with_its_rank_and_reason(subject: &Subject) 
                 // The others most likely wait by then; if not, the outcome is the same.
                 (0..100).for_each(|_| thread::yield_now());
                 member.collective.abort(REASON);
+                call_after_abort(&*member.collective);
                 seen.wait();
                 return Ok(());
             }
@@ -84,12 +93,12 @@ fn abort_reaches_the_next_call_of_every_rank(subject: &Subject) -> Outcome {
             if member.rank == culprit {
                 member.collective.abort(REASON);
                 aborted.wait();
+                call_after_abort(&*member.collective);
                 seen.wait();
                 return Ok(());
             }
             aborted.wait();
-            let all_gather = || member.collective.all_gather(Bytes::from_static(b"x"));
-            let error = until_error(PATIENT, all_gather);
+            let error = until_error(PATIENT, || member.collective.barrier());
             seen.wait();
             is_abort_of(&error?, culprit)
         })?;
@@ -171,33 +180,87 @@ fn a_rank_that_dies_between_operations_is_named(subject: &Subject) -> Outcome {
     Ok(())
 }
 
+/// How many deadlines may pass, one after the other, until a call must have ended.
+const OVERDUE: u32 = 8;
+
+/// The ranks that have returned from a call, for one that stays silent meanwhile.
+#[derive(Default)]
+struct Returned {
+    ranks: Mutex<u32>,
+    changed: Condvar,
+}
+
+impl Returned {
+    fn note(&self) {
+        *self.ranks.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        self.changed.notify_all();
+    }
+
+    /// Waits for all other ranks, for at most [`OVERDUE`] deadlines; whether they have returned.
+    ///
+    /// It waits for one deadline after the other, as the ranks do. So a machine that is too busy to wake a thread in
+    /// time delays both, and the limit need not be so long that a deadline that is ignored passes.
+    fn all_within(&self, deadline: Duration) -> bool {
+        let mut ranks = self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
+        for _ in 0..OVERDUE {
+            let others = |ranks: &mut u32| *ranks + 1 < WORLD_SIZE;
+            let waited = self.changed.wait_timeout_while(ranks, deadline, others);
+            ranks = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        *ranks + 1 == WORLD_SIZE
+    }
+}
+
+/// Why ranks do not name a silent one.
+enum Unnamed {
+    /// Their calls last many times as long as their deadline.
+    Overdue(Failure),
+    /// They name another one, as ranks that are late themselves do.
+    Other(Failure),
+}
+
+fn silence_of(subject: &Subject, culprit: u32, deadline: Duration) -> Result<(), Unnamed> {
+    let (here, returned, overdue) = (Meeting::new(), Returned::default(), AtomicBool::new(false));
+    let ended = subject.on_ranks(WORLD_SIZE, deadline, |member| {
+        here.wait();
+        if member.rank == culprit {
+            // When it leaves then, calls that know no deadline end.
+            overdue.store(!returned.all_within(deadline), Ordering::SeqCst);
+            return Ok(());
+        }
+        let error = until_error(deadline, || member.collective.barrier());
+        returned.note();
+        let error = error?;
+        ensure!(error.rank() == Some(culprit), "rank {culprit} is silent, but it got: {error}");
+        Ok(())
+    });
+    if overdue.load(Ordering::SeqCst) {
+        let message = format!("calls with a deadline of {deadline:?} last {OVERDUE} times as long");
+        return Err(Unnamed::Overdue(Failure::new(message)));
+    }
+    ended.map(drop).map_err(Unnamed::Other)
+}
+
+fn silences(subject: &Subject, deadline: Duration) -> Result<(), Unnamed> {
+    thread::scope(|scope| {
+        let groups =
+            CULPRITS.map(|culprit| scope.spawn(move || silence_of(subject, culprit, deadline)));
+        for group in groups {
+            let panicked = |_| Err(Unnamed::Other(Failure::new("a group panicked")));
+            group.join().unwrap_or_else(panicked)?;
+        }
+        Ok(())
+    })
+}
+
 fn a_silent_rank_is_named_within_the_deadline(subject: &Subject) -> Outcome {
-    let silence_of = |culprit, deadline| {
-        let (here, seen) = (Meeting::new(), Meeting::new());
-        subject.on_ranks(WORLD_SIZE, deadline, |member| {
-            here.wait();
-            if member.rank == culprit {
-                seen.wait();
-                return Ok(());
-            }
-            let error = until_error(deadline, || member.collective.barrier());
-            seen.wait();
-            let error = error?;
-            ensure!(error.rank() == Some(culprit), "rank {culprit} is silent, but it got: {error}");
-            Ok(())
-        })
-    };
-    let silences = |deadline| {
-        thread::scope(|scope| {
-            let groups = CULPRITS.map(|culprit| scope.spawn(move || silence_of(culprit, deadline)));
-            for group in groups {
-                group.join().unwrap_or_else(|_| Err(Failure::new("a group panicked")))?;
-            }
-            Ok(())
-        })
-    };
     let [short, long, longest] = SILENT;
-    silences(short).or_else(|_: Failure| silences(long)).or_else(|_| silences(longest))
+    // A group may need some time whatever the deadline, so one that is overdue gets a longer one, too.
+    let outcome = match silences(subject, short).or_else(|_| silences(subject, long)) {
+        Err(Unnamed::Other(_)) => silences(subject, longest),
+        outcome => outcome,
+    };
+    outcome.map_err(|(Unnamed::Overdue(failure) | Unnamed::Other(failure))| failure)
 }
 
 fn ranks_at_different_operations_are_a_mismatch(subject: &Subject) -> Outcome {
@@ -283,17 +346,15 @@ fn fails_on_every_rank(
 }
 
 fn an_error_poisons_every_later_call(subject: &Subject) -> Outcome {
-    let seen = Meeting::new();
     subject.on_ranks(WORLD_SIZE, DEAD, |member| {
         let collective = &member.collective;
         let first = if member.rank == 2 {
             collective.abort(REASON);
+            call_after_abort(&**collective);
             None
         } else {
             Some(until_error(DEAD, || collective.barrier()))
         };
-        // Now all are at work again.
-        seen.wait();
         let first = first.transpose()?;
         let is_root = member.rank == 0;
         let later = [

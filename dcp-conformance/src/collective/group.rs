@@ -18,7 +18,7 @@ pub(super) const DEAD: Duration = Duration::from_secs(20);
 /// Deadlines for clauses that wait for one, tried in order until one suffices for ranks on a busy
 /// machine.
 pub(super) const SILENT: [Duration; 3] =
-    [Duration::from_millis(500), Duration::from_secs(4), Duration::from_secs(32)];
+    [Duration::from_millis(500), Duration::from_secs(3), Duration::from_secs(32)];
 
 /// The time beyond its deadline after which a call counts as hung.
 const HANGS: Duration = Duration::from_secs(60);

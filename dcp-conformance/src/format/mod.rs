@@ -81,6 +81,7 @@ enum Needs {
     File,
     Objects,
     Checksums,
+    IndexChecksum,
     Writer,
     Target,
 }
@@ -93,6 +94,7 @@ impl Needs {
             Self::File => (subject.file().is_some(), "its checkpoints are folders"),
             Self::Objects => (subject.features.objects, "it stores no objects"),
             Self::Checksums => (subject.features.checksums, "it has no checksums"),
+            Self::IndexChecksum => (subject.features.index_checksum, "its index has no checksum"),
             Self::Writer => (subject.has_writer(), "it has no writer"),
             Self::Target => (subject.format().target().is_some(), "it is not a target"),
         };

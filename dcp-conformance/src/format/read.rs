@@ -22,6 +22,7 @@ super::clauses! {
     a_truncated_file_gives_no_wrong_data,
     flipped_bits_never_panic,
     flipped_bits_of_data_are_found if Checksums,
+    flipped_bits_of_the_index_are_found if IndexChecksum,
 }
 
 async fn the_index_has_what_was_saved(subject: Subject) -> Outcome {
@@ -246,6 +247,24 @@ async fn flipped_bits_of_data_are_found(subject: Subject) -> Outcome {
                 let damaged = flipped(&whole, file, at, bit)?;
                 right_or_refused(&subject, damaged, &sample, &when).await?;
             }
+        }
+    }
+    Ok(())
+}
+
+async fn flipped_bits_of_the_index_are_found(subject: Subject) -> Outcome {
+    let (storage, sample) = subject.checkpoint().await?;
+    let whole = files(&*storage).await?;
+    let opened = subject.open(&(storage as _)).await?;
+    let metadata = opened.reader.metadata().await?;
+    let index: Vec<_> = whole.iter().filter(|(key, _)| !metadata.files().contains(key)).collect();
+    ensure!(!index.is_empty(), "the checkpoint has no file that is its index");
+    let mut numbers = Numbers(19);
+    for (file, bytes) in index.into_iter().filter(|(_, bytes)| !bytes.is_empty()) {
+        for _ in 0..150 {
+            let (at, bit) = (numbers.below(bytes.len() as u64), numbers.below(8));
+            let when = format!("bit {bit} of byte {at} of {file} is flipped");
+            right_or_refused(&subject, flipped(&whole, file, at, bit)?, &sample, &when).await?;
         }
     }
     Ok(())

@@ -81,12 +81,14 @@ impl Sample {
         let mut numbers = Numbers(seed);
         // FQN, dtype, shape, and the rank, offset and size of each part along an axis.
         type Part = (u32, usize, u64, u64);
-        let tensors: [(&str, DType, &[u64], &[Part]); 8] = [
+        let tensors: [(&str, DType, &[u64], &[Part]); 9] = [
             ("layer.weight", DType::Float32, &[6, 5], &[(0, 0, 0, 3), (1, 0, 3, 3)]),
             ("layer.bias", DType::BFloat16, &[7], &[(0, 0, 0, 4), (1, 0, 4, 3)]),
             ("columns", DType::Int64, &[4, 6], &[(0, 1, 0, 2), (1, 1, 2, 4)]),
             ("mask", DType::UInt8, &[3, 2, 2], &[(1, 0, 0, 3)]),
             ("one rank.scale", DType::Float64, &[300], &[(0, 0, 0, 300)]),
+            // Longer than the buffers and blocks of a toy.
+            ("long", DType::UInt8, &[120, 75], &[(0, 0, 0, 80), (1, 0, 80, 40)]),
             ("replicated", DType::Float16, &[5], &[(0, 0, 0, 5)]),
             ("empty", DType::Float32, &[0, 3], &[(0, 0, 0, 0)]),
             ("step", DType::Int64, &[], &[]),

@@ -30,6 +30,7 @@ pub(super) struct Features {
     pub(super) scalars: bool,
     pub(super) empty_tensors: bool,
     pub(super) checksums: bool,
+    pub(super) index_checksum: bool,
 }
 
 #[derive(Clone)]
@@ -77,8 +78,13 @@ impl Subject {
     }
 
     fn new(format: Arc<dyn CheckpointFormat>, made: Made) -> Self {
-        let features =
-            Features { objects: true, scalars: true, empty_tensors: true, checksums: false };
+        let features = Features {
+            objects: true,
+            scalars: true,
+            empty_tensors: true,
+            checksums: false,
+            index_checksum: false,
+        };
         Self { format, made, features, file: None, own: Vec::new() }
     }
 
@@ -107,6 +113,14 @@ impl Subject {
     #[must_use]
     pub fn checksums(mut self) -> Self {
         self.features.checksums = true;
+        self
+    }
+
+    /// Declares that the index has a checksum: a changed bit in a file that holds no tensor and no object is an
+    /// error, or changes nothing that is read.
+    #[must_use]
+    pub fn index_checksum(mut self) -> Self {
+        self.features.index_checksum = true;
         self
     }
 
@@ -285,12 +299,22 @@ impl<'a> Written<'a> {
         sample: &Sample,
         broken: Option<(usize, usize)>,
     ) -> Result<Self, Failure> {
+        Self::write_by([writer, writer], sample, broken).await
+    }
+
+    /// The same, with a writer for each rank, as processes have. The first one begins.
+    pub(super) async fn write_by(
+        [writer, second]: [&'a dyn StorageWriter; 2],
+        sample: &Sample,
+        broken: Option<(usize, usize)>,
+    ) -> Result<Self, Failure> {
         let mut planned = sample.planned(writer)?;
         let run = SaveRun::begin(writer).await?;
         let plans = run.place(&planned.locals, &mut planned.global)?;
         let files = plans.iter().flat_map(|plan| plan.files.clone()).collect();
-        let own: Vec<_> =
-            plans.into_iter().map(|plan| RankWrite::new(writer, Arc::new(plan))).collect();
+        let writers = std::iter::once(writer).chain(std::iter::repeat(second));
+        let of_rank = |(writer, plan)| RankWrite::new(writer, Arc::new(plan));
+        let own: Vec<_> = writers.zip(plans).map(of_rank).collect();
         let mut reports = Vec::new();
         let data = sources(planned.data, broken);
         for ((rank, local), data) in own.iter().zip(&planned.locals).zip(data) {
@@ -306,6 +330,14 @@ impl<'a> Written<'a> {
         }
         let generation = run.session().generation;
         Ok(Self { run, own, reports, metadata: planned.global.metadata, files, generation })
+    }
+
+    /// The files of the second rank.
+    pub(super) fn files_of_second(&self) -> Vec<Key> {
+        let report = self.reports.get(1);
+        report.map_or_else(Vec::new, |report| {
+            report.files.iter().map(|(key, _)| key.clone()).collect()
+        })
     }
 
     pub(super) async fn commit(self) -> Outcome {

@@ -12,7 +12,7 @@ fn holds(clause: &str, flaw: Flaw) -> Outcome {
         Arc::new(FlawedWriter::new(flaw, storage, overwrite))
     });
     let case = CASES.iter().flat_map(|cases| cases.iter()).find(|case| case.name == clause);
-    case.unwrap().check(subject.checksums())
+    case.unwrap().check(subject.checksums().index_checksum())
 }
 
 /// Each flaw, and the clause that finds it.
@@ -32,6 +32,8 @@ const FLAWS: &[(Flaw, &str)] = &[
     (Flaw::KeepsALoan, "any_box_has_the_right_bytes"),
     (Flaw::ComparesNoChecksums, "flipped_bits_of_data_are_found"),
     (Flaw::PanicsOnDamage, "flipped_bits_never_panic"),
+    (Flaw::ComparesNoIndex, "flipped_bits_of_the_index_are_found"),
+    (Flaw::CutsLongItems, "any_box_has_the_right_bytes"),
     (Flaw::OwnsNothing, "the_index_is_owned"),
     (Flaw::AuditsProblems, "an_audit_of_a_whole_checkpoint_finds_nothing"),
     (Flaw::ForgesChecksums, "a_checksum_is_that_of_the_elements"),
@@ -51,6 +53,8 @@ const FLAWS: &[(Flaw, &str)] = &[
     (Flaw::CommitsEarly, "a_stopped_save_is_never_called_whole"),
     (Flaw::LeavesAMarker, "a_save_that_fails_removes_what_it_wrote"),
     (Flaw::AbandonsAfterTheCommit, "a_commit_that_took_effect_is_kept"),
+    (Flaw::CommitsUnchecked, "of_overlapping_savers_one_wins"),
+    (Flaw::CommitsUnchecked, "a_commit_of_files_that_are_not_whole_fails"),
     (Flaw::ClaimsNothing, "of_overlapping_savers_one_wins"),
     (Flaw::LetsOthersWrite, "a_checkpoint_keeps_others_out"),
     (Flaw::ForgetsCheckpoints, "a_target_knows_its_own_checkpoints"),

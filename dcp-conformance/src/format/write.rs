@@ -18,6 +18,7 @@ super::clauses! {
     a_replaced_checkpoint_leaves_no_files if Writer,
     abandoning_removes_what_was_written_and_nothing_else if Writer,
     a_failing_source_fails_the_write if Writer,
+    a_commit_of_files_that_are_not_whole_fails if Writer,
     replacing_needs_permission if Writer,
     names_of_a_generation_are_new if Writer,
     a_stopped_save_is_never_called_whole if Writer,
@@ -134,6 +135,38 @@ async fn a_failing_source_fails_the_write(subject: Subject) -> Outcome {
         let saved = save_from(&*writer, &sample, Some(broken)).await;
         ensure!(saved.is_err(), "a save without the data of item {broken:?} reports success");
         same_files(&before, &files(&*storage).await?, "after data could not be had")?;
+    }
+    Ok(())
+}
+
+/// What another rank wrote is not there, or not whole, as after a rank with a storage of its own.
+async fn a_commit_of_files_that_are_not_whole_fails(subject: Subject) -> Outcome {
+    let (before, old) = old(&subject).await?;
+    for cut in [false, true] {
+        let mut at = 0;
+        loop {
+            let storage = storage_of(&before).await?;
+            let writers = [
+                subject.writer(Arc::clone(&storage), true)?,
+                subject.writer(Arc::clone(&storage), true)?,
+            ];
+            let both = [&*writers[0], &*writers[1]];
+            let written = Written::write_by(both, &subject.sample(2), None).await?;
+            let Some(file) = written.files_of_second().get(at).cloned() else { break };
+            let bytes = storage.read_whole(&file, u64::MAX).await?.bytes;
+            storage.delete(std::slice::from_ref(&file)).await?;
+            if cut {
+                let half = bytes.slice(..bytes.len() / 2);
+                storage.put(&file, half.into(), PutMode::Create).await?;
+            }
+            let what = if cut { "is cut" } else { "is gone" };
+            ensure!(
+                written.commit().await.is_err(),
+                "a commit reports success, and {file} of the other rank {what}"
+            );
+            subject.holds(&storage, &old).await?;
+            at += 1;
+        }
     }
     Ok(())
 }

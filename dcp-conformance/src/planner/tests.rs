@@ -1,12 +1,15 @@
 //! The suite finds planners that change what they plan.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dcp_core::metadata::{ChunkTable, Entry, ObjectEntry, TensorEntry};
 use dcp_core::plan::{
-    GlobalPlan, LeafKind, PlanContext, PlanKey, SavePlan, SelectedItem, StateIndex, TensorSpec,
+    GlobalPlan, LeafKind, LoadPlan, LoadReport, PlanContext, PlanKey, ReadKind, SavePlan,
+    SelectedItem, StateIndex, TensorSpec,
 };
 use dcp_core::{CheckpointMetadata, DType, Dims, PlanError, Region};
+use dcp_planner::DefaultLoadPlanner;
 
 use super::*;
 
@@ -198,5 +201,78 @@ fn planners_that_change_what_they_plan_are_found() {
     assert!(!holds(offers, Flaw::LosesPathsOfOffers), "the engine does not find lost paths");
     for flaw in [Flaw::LosesPathsOfOffers, Flaw::LosesPathsOfTheIndex] {
         assert!(!holds(paths, flaw), "{flaw:?} is not found");
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum LoadFlaw {
+    None,
+    DropsTheSecondShard,
+    SwapsShards,
+    ReadsTwice,
+    LosesObjects,
+    ChangesItsMind,
+    ReportsNothing,
+}
+
+/// The default planner with a flaw.
+#[derive(Debug)]
+struct FlawedLoad(LoadFlaw, AtomicUsize);
+
+impl LoadPlanner for FlawedLoad {
+    fn local_plan(
+        &self,
+        wanted: &StateIndex,
+        stored: &CheckpointMetadata,
+        context: &PlanContext,
+    ) -> Result<(LoadPlan, LoadReport), PlanError> {
+        let (mut plan, mut report) =
+            DefaultLoadPlanner::new().local_plan(wanted, stored, context)?;
+        match self.0 {
+            LoadFlaw::None => {}
+            LoadFlaw::DropsTheSecondShard => {
+                plan.items.retain(|item| !matches!(item.kind, ReadKind::Tensor { shard: 1, .. }));
+            }
+            LoadFlaw::SwapsShards => {
+                let is_of_two = |leaf: u32| match &wanted.leaves[leaf as usize].kind {
+                    LeafKind::Tensor { regions, .. } => regions.len() == 2,
+                    _ => false,
+                };
+                for item in &mut plan.items {
+                    if let ReadKind::Tensor { shard, .. } = &mut item.kind
+                        && is_of_two(item.leaf)
+                    {
+                        *shard = 1 - *shard;
+                    }
+                }
+            }
+            LoadFlaw::ReadsTwice => plan.items.extend(plan.items.last().cloned()),
+            LoadFlaw::LosesObjects => plan.items.retain(|item| item.kind != ReadKind::Object),
+            LoadFlaw::ChangesItsMind => {
+                let len = plan.items.len().max(1);
+                plan.items.rotate_left(self.1.fetch_add(1, Ordering::Relaxed) % len);
+            }
+            LoadFlaw::ReportsNothing => report = LoadReport::default(),
+        }
+        Ok((plan, report))
+    }
+}
+
+#[test]
+fn planners_that_read_something_else_are_found() {
+    let holds = |law: &str, flaw| {
+        let (_, run) = LOAD_LAWS.iter().find(|(name, _)| *name == law).unwrap();
+        run(&FlawedLoad(flaw, AtomicUsize::new(0))).is_ok()
+    };
+    for (flaw, law) in [
+        (LoadFlaw::DropsTheSecondShard, "every_wanted_element_is_read_once"),
+        (LoadFlaw::SwapsShards, "every_wanted_element_is_read_once"),
+        (LoadFlaw::ReadsTwice, "every_wanted_element_is_read_once"),
+        (LoadFlaw::LosesObjects, "every_wanted_element_is_read_once"),
+        (LoadFlaw::ChangesItsMind, "the_same_request_gives_the_same_plan"),
+        (LoadFlaw::ReportsNothing, "what_cannot_be_loaded_is_reported_and_left_out"),
+    ] {
+        assert!(holds(law, LoadFlaw::None), "{law}");
+        assert!(!holds(law, flaw), "{flaw:?} is not found by {law}");
     }
 }

@@ -14,12 +14,13 @@ use dcp_core::format::{
     RunSelection, RunTracker, SaveRecord, StoredRecord, UnfinishedSave, WriterOptions,
 };
 use dcp_core::plan::{GlobalPlan, LoadPlan, ReadItem, ReadKind, SavePlan, WritePlan};
-use dcp_core::storage::{PutMode, StorageExt as _};
+use dcp_core::storage::{OwnThreads, PutMode, StorageExt as _};
 use dcp_core::{
-    Buffer, CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError,
+    Buffer, CheckpointError, CheckpointMetadata, FormatError, Key, Payload, Storage, StorageError,
     StorageReader, StorageWriter, TensorView, Value,
 };
 use dcp_formats::dcp::{DcpFormat, DcpReader, DcpWriter};
+use dcp_formats::metadata::Profile;
 use futures_util::TryStreamExt as _;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -54,6 +55,9 @@ pub(super) enum Flaw {
     LeavesAMarker,
     AbandonsAfterTheCommit,
     ClaimsNothing,
+    CommitsUnchecked,
+    CutsLongItems,
+    ComparesNoIndex,
     LetsOthersWrite,
     ForgetsCheckpoints,
     ReplacesWithoutPermission,
@@ -136,6 +140,9 @@ impl CheckpointFormat for FlawedFormat {
         options: &OpenOptions,
     ) -> Result<OpenedCheckpoint, CheckpointError> {
         let storage = place.storage();
+        if !matches!(self.0, Flaw::ComparesNoIndex | Flaw::OpensUnread) {
+            compare_index(place).await?;
+        }
         for _ in 0..if self.0 == Flaw::ReadsAgain { 8 } else { 0 } {
             storage.read_whole(&index(), u64::MAX).await?;
         }
@@ -148,6 +155,42 @@ impl CheckpointFormat for FlawedFormat {
         let audit = FlawedAudit { storage: Arc::clone(storage), flaw: self.0 };
         let opened = OpenedCheckpoint::new(Arc::clone(storage), Arc::new(reader));
         Ok(opened.with_audit(Arc::new(audit)))
+    }
+}
+
+/// The name of the sidecar has the checksum of the index, and this format has a sidecar.
+async fn compare_index(place: &Place) -> Result<(), CheckpointError> {
+    let bytes = place.storage().read_whole(&index(), u64::MAX).await?.bytes;
+    let sidecar = dcp_formats::dcp::sidecar_of(&bytes)?;
+    if !place.listing().objects().iter().any(|meta| meta.key == sidecar) {
+        return Err(FormatError::new("index", "its checksum is another one").into());
+    }
+    Ok(())
+}
+
+/// Data of which each item ends, in zeros, after 3000 bytes.
+#[derive(Debug)]
+struct Cut(Arc<dyn DataSource>);
+
+#[async_trait]
+impl DataSource for Cut {
+    async fn resolve(
+        &self,
+        item: usize,
+        range: std::ops::Range<u64>,
+    ) -> Result<Payload, CheckpointError> {
+        let mut bytes = self.0.resolve(item, range.clone()).await?.to_bytes().to_vec();
+        let zeros = (range.start..).zip(&mut bytes).filter(|(at, _)| *at >= 3000);
+        zeros.for_each(|(_, byte)| *byte = 0);
+        Ok(bytes.into())
+    }
+
+    fn segment_bytes(&self) -> u64 {
+        self.0.segment_bytes()
+    }
+
+    fn own_threads(&self) -> Option<Arc<dyn OwnThreads>> {
+        None
     }
 }
 
@@ -353,7 +396,7 @@ impl StorageWriter for FlawedWriter {
             Flaw::LeavesAMarker => self.put("saving", String::new()).await?,
             Flaw::RemovesTheOldIndex => self.storage.delete(&[index()]).await?,
             Flaw::KeepsStaleFiles => session.stale.clear(),
-            Flaw::ClaimsNothing => {
+            Flaw::ClaimsNothing | Flaw::CommitsUnchecked => {
                 return Ok(SaveSession::new(session.generation, session.stale.clone()));
             }
             _ => {}
@@ -385,6 +428,10 @@ impl StorageWriter for FlawedWriter {
         plan: &WritePlan,
         data: Arc<dyn DataSource>,
     ) -> Result<WriteReport, CheckpointError> {
+        let data = match self.flaw {
+            Flaw::CutsLongItems => Arc::new(Cut(data)),
+            _ => data,
+        };
         let report = self.inner.write(local, plan, data).await?;
         if self.flaw == Flaw::CommitsEarly {
             self.put(".metadata", String::new()).await?;
@@ -398,6 +445,11 @@ impl StorageWriter for FlawedWriter {
         metadata: &CheckpointMetadata,
         reports: Vec<WriteReport>,
     ) -> Result<(), CheckpointError> {
+        if self.flaw == Flaw::CommitsUnchecked {
+            let bytes = dcp_formats::metadata::encode(metadata, Profile::Compat)?;
+            self.storage.put(&index(), bytes.into(), PutMode::Overwrite).await?;
+            return Ok(());
+        }
         static SAVES: AtomicU64 = AtomicU64::new(0);
         if self.flaw == Flaw::CountsSaves {
             self.put("saves", SAVES.fetch_add(1, Ordering::SeqCst).to_string()).await?;

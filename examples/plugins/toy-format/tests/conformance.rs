@@ -10,5 +10,5 @@ fn main() -> ExitCode {
     let toy = Subject::with_writer(Arc::new(ToyFormat), |storage, overwrite| {
         Arc::new(ToyWriter::new(storage, overwrite))
     });
-    format::main("toy", toy.checksums())
+    format::main("toy", toy.checksums().index_checksum())
 }

@@ -11,7 +11,7 @@ use dcp::checkpoint;
 use dcp::collectives::{EnvError, Launch, TcpCollective, TcpConfig};
 use dcp::convert::group::{GroupEnd, JobGroup};
 use dcp::core::text::Quoted;
-use dcp::core::{CheckpointError, Collective};
+use dcp::core::{CheckpointError, Collective, CollectiveError};
 
 use crate::failure::{Exit, Failure};
 use crate::options::Global;
@@ -152,7 +152,13 @@ fn connect(config: TcpConfig, waiting: String, quiet: bool) -> Result<TcpCollect
     let collective = config.connect();
     drop(connected);
     collective.map_err(|error| {
+        // Its message says what to set; the other ranks are not missing.
+        let hint = (!matches!(error, CollectiveError::CannotListen { .. })).then_some(ALONE);
         let error = checkpoint::Error::from(CheckpointError::from(error));
-        Failure::from(error).hint(ALONE)
+        let failure = Failure::from(error);
+        match hint {
+            Some(hint) => failure.hint(hint),
+            None => failure,
+        }
     })
 }

@@ -173,6 +173,17 @@ fn half_of_a_launcher_is_an_error_that_names_the_way_out() {
     finish(half.output().unwrap()).fails(2, &["RANK", "--single"]);
 }
 
+#[test]
+fn a_taken_port_is_an_error_of_rank_0_that_names_the_variable_alone() {
+    let (_taken, port) = dcp_testing::listener();
+    let run = of_rank(0, 2, port).args(["verify", "--deep", "fsdp2_adam_2r"]).output().unwrap();
+    let run = without_waits(finish(run));
+    let address = format!("rank 0 cannot listen at {}:{port}", loopback());
+    assert!(run.stderr.contains(&address) && run.stderr.contains("set DCP_MASTER_PORT"), "{run:?}");
+    assert!(!run.stderr.contains("on all ranks; --single"), "{run:?}");
+    assert_ne!(run.code, 0);
+}
+
 /// A rank of a check that takes long, killed when dropped.
 struct Working(Child);
 

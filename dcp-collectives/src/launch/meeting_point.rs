@@ -11,25 +11,56 @@ const KUBERNETES_PORT: u16 = 29500;
 /// Derived ports, below those that systems give to connections.
 const FIRST_PORT: u16 = 20000;
 const PORTS: u64 = 10000;
+/// Ports of a series beside the first.
+const OTHER_PORTS: u32 = 3;
 
-/// Host and port of rank 0, and the name of the job.
+/// Where rank 0 listens.
+#[derive(Clone, Debug)]
+pub(super) struct MeetingPoint {
+    pub(super) host: String,
+    pub(super) port: u16,
+    /// Where else, when the port is taken.
+    pub(super) other_ports: Vec<u16>,
+    pub(super) job: String,
+}
+
+/// Host and ports of rank 0, and the name of the job.
+///
+/// A port that nobody chose, derived or beside that of torchrun's agent, may be taken by any process. Then rank 0
+/// listens at the first free one of a series that all ranks derive from the job's name, and the others look for it
+/// at each. So such a job always has a name: the handshake refuses ranks of another one whose series has the same
+/// port. A port that a variable names is the only one.
 pub(super) fn meeting_point(
     launcher: Launcher,
     world_size: u32,
     variables: &Variables<'_>,
-) -> Result<(String, u16, String), EnvError> {
+) -> Result<MeetingPoint, EnvError> {
     let host = host(launcher, world_size, variables)?;
     let job = job(launcher, variables)?;
-    let port = match port(variables)? {
-        Some(port) => port,
-        None if launcher == Launcher::Kubernetes => KUBERNETES_PORT,
-        None => match &job {
-            Some(job) => derived(job),
-            None => return Err(EnvError::NoMeetingPoint { launcher, variable: "MASTER_PORT" }),
-        },
-    };
     let named = variables.text("DCP_JOB_ID")?;
-    Ok((host, port, named.or(job).unwrap_or_default()))
+    let (port, series) = match (port(variables)?, &job) {
+        (Some(Port::Named(port)), _) => (port, None),
+        (Some(Port::OfAgent(agent)), _) => {
+            let run = variables.text("TORCHELASTIC_RUN_ID")?.unwrap_or_default();
+            let beside = agent.checked_add(1).unwrap_or(agent - 1);
+            (beside, Some(format!("torchrun {run} {agent}")))
+        }
+        (None, _) if launcher == Launcher::Kubernetes => (KUBERNETES_PORT, None),
+        (None, Some(job)) => (derived(job), Some(job.clone())),
+        (None, None) => {
+            return Err(EnvError::NoMeetingPoint { launcher, variable: "MASTER_PORT" });
+        }
+    };
+    let other_ports = match &series {
+        Some(series) => (1..=OTHER_PORTS).map(|n| derived(&format!("{series} {n}"))).collect(),
+        None => Vec::new(),
+    };
+    // Users give one name to many jobs.
+    let job = match (named, series) {
+        (Some(named), Some(series)) => format!("{named}, {series}"),
+        (named, series) => named.or(series).or(job).unwrap_or_default(),
+    };
+    Ok(MeetingPoint { host, port, other_ports, job })
 }
 
 fn host(
@@ -72,14 +103,21 @@ fn host(
     })
 }
 
-fn port(variables: &Variables<'_>) -> Result<Option<u16>, EnvError> {
+/// The port in the variables.
+enum Port {
+    Named(u16),
+    /// That of torchrun's agent, which itself listens there.
+    OfAgent(u16),
+}
+
+fn port(variables: &Variables<'_>) -> Result<Option<Port>, EnvError> {
     if let Some(port) = variables.port("DCP_MASTER_PORT")? {
-        return Ok(Some(port));
+        return Ok(Some(Port::Named(port)));
     }
     let Some(port) = variables.port("MASTER_PORT")? else { return Ok(None) };
     let agent = variables.text("TORCHELASTIC_USE_AGENT_STORE")?;
     let taken = agent.is_some_and(|value| value.eq_ignore_ascii_case("true"));
-    Ok(Some(if taken { port.checked_add(1).unwrap_or(port - 1) } else { port }))
+    Ok(Some(if taken { Port::OfAgent(port) } else { Port::Named(port) }))
 }
 
 /// A name that all ranks of the job have, and no other job at the same time.

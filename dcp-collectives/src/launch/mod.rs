@@ -16,7 +16,7 @@ use dcp_core::{Collective, CollectiveError, Rank};
 pub use self::error::EnvError;
 pub use self::launcher::Launcher;
 use self::launcher::{Found, find};
-use self::meeting_point::meeting_point;
+use self::meeting_point::{MeetingPoint, meeting_point};
 use self::variables::Variables;
 use crate::solo::Solo;
 use crate::tcp::{Secret, TcpConfig};
@@ -59,7 +59,8 @@ fn group_of(launch: Option<Launch>) -> Result<Arc<dyn Collective>, CollectiveErr
 /// The host is `DCP_MASTER_ADDR` or else `MASTER_ADDR` where one is set, the port `DCP_MASTER_PORT`
 /// or else `MASTER_PORT`. torchrun's agent itself listens at `MASTER_PORT` and sets
 /// `TORCHELASTIC_USE_AGENT_STORE=True`; rank 0 then listens at the port after it. A derived port is
-/// from 20000 to 29999. `DCP_JOB_ID` names the job, and ranks of another one are refused.
+/// from 20000 to 29999. Where that port or the one after torchrun's is taken, rank 0 listens at the first free one of
+/// three more that all ranks derive, and the others find it there. `DCP_JOB_ID` names the job, and ranks of another one are refused.
 /// `DCP_SECRET_FILE` names a file with the secret of the job ([`TcpConfig::secret`]), or `DCP_SECRET` is
 /// the secret itself. `DCP_TLS_CERT`, `DCP_TLS_KEY` and `DCP_TLS_CA` name PEM files, with which connections
 /// are encrypted (feature `tls`; without it, they are an error). `DCP_BIND_ADDR` is the address of this host at which the rank listens.
@@ -93,8 +94,7 @@ pub struct Launch {
     pub world_size: u32,
     /// The position of this process among those of its host, if the launcher says it.
     pub local_rank: Option<u32>,
-    /// Host, port and job.
-    meeting: Result<(String, u16, String), EnvError>,
+    meeting: Result<MeetingPoint, EnvError>,
     secret: Option<Secret>,
     bind: Option<IpAddr>,
     #[cfg(feature = "tls")]
@@ -149,12 +149,16 @@ impl Launch {
     ///
     /// When no variable says where rank 0 listens, or one is wrong. A world of one rank needs none.
     pub fn tcp(&self) -> Result<TcpConfig, EnvError> {
-        let (host, port, job) = match &self.meeting {
+        let MeetingPoint { host, port, other_ports, job } = match &self.meeting {
             Ok(meeting) => meeting.clone(),
-            Err(_) if self.world_size == 1 => ("127.0.0.1".to_owned(), 0, String::new()),
+            Err(_) if self.world_size == 1 => {
+                let (host, job) = ("127.0.0.1".to_owned(), String::new());
+                MeetingPoint { host, port: 0, other_ports: Vec::new(), job }
+            }
             Err(error) => return Err(error.clone()),
         };
-        let mut config = TcpConfig::new(self.rank, self.world_size, host, port).job(job);
+        let config = TcpConfig::new(self.rank, self.world_size, host, port);
+        let mut config = config.other_ports(other_ports).job(job);
         if let Some(secret) = &self.secret {
             config = config.secret(secret.clone());
         }

@@ -276,6 +276,30 @@ fn derived_ports_differ_between_jobs_and_are_the_same_on_all_ranks() {
 }
 
 #[test]
+fn a_port_that_nobody_chose_has_others_of_this_job_alone() {
+    let meeting = |variables: Set<'_>| read(variables).unwrap().unwrap().meeting.unwrap();
+    for (launcher, other_rank, other_job) in [
+        (TORCHRUN, ("RANK", "0"), ("MASTER_PORT", "29502")),
+        (TORCHRUN, ("LOCAL_RANK", "0"), ("TORCHELASTIC_RUN_ID", "run 2")),
+        (SRUN, ("SLURM_PROCID", "0"), ("SLURM_JOB_ID", "4712")),
+    ] {
+        let mine = meeting(launcher);
+        let rank = meeting(&with(launcher, &[other_rank]));
+        assert_eq!((&mine.other_ports, &mine.job), (&rank.other_ports, &rank.job));
+        let job = meeting(&with(launcher, &[other_job]));
+        assert_ne!(mine.other_ports, job.other_ports);
+        assert_ne!(mine.job, job.job);
+        let named =
+            |job_id| meeting(&with(&with(launcher, &[other_job]), &[("DCP_JOB_ID", job_id)]));
+        assert_ne!(meeting(&with(launcher, &[("DCP_JOB_ID", "x")])).job, named("x").job);
+        assert!(mine.other_ports.iter().all(|port| (20000..30000).contains(port)), "{mine:?}");
+        let chosen = meeting(&with(launcher, &[("DCP_MASTER_PORT", "4000")]));
+        assert_eq!((chosen.port, chosen.other_ports), (4000, vec![]));
+    }
+    assert_eq!(meeting(PYTORCH).other_ports, []);
+}
+
+#[test]
 fn the_first_host_of_a_list_is_found() {
     for (list, first) in [
         ("node1", "node1"),

@@ -28,6 +28,8 @@ pub struct TcpConfig {
     pub(super) world_size: u32,
     pub(super) master_host: String,
     pub(super) master_port: u16,
+    /// Where rank 0 listens when the master port is taken, in this order.
+    pub(super) other_ports: Vec<u16>,
     pub(super) job: String,
     pub(super) deadline: Duration,
     pub(super) connect_timeout: Duration,
@@ -54,6 +56,7 @@ impl TcpConfig {
             world_size,
             master_host: master_host.into(),
             master_port,
+            other_ports: Vec::new(),
             job: String::new(),
             deadline: DEFAULT_DEADLINE,
             connect_timeout: DEFAULT_CONNECT_TIMEOUT,
@@ -64,6 +67,13 @@ impl TcpConfig {
             bind: None,
             security: Security::default(),
         }
+    }
+
+    /// Ports at which rank 0 listens when the master port is taken, the first that is free; the same on all
+    /// ranks, which look at each. Another job that listens at one of them has another name.
+    pub(crate) fn other_ports(mut self, ports: Vec<u16>) -> Self {
+        self.other_ports = ports;
+        self
     }
 
     /// A name that all ranks of the job share; a connection with another name is refused.
@@ -141,6 +151,7 @@ impl TcpConfig {
     ///
     /// # Errors
     ///
+    /// [`CollectiveError::CannotListen`] when the port of rank 0 is taken,
     /// [`CollectiveError::Rendezvous`] when a rank is missing or the settings of ranks contradict
     /// each other; any other error when a rank is lost meanwhile.
     pub fn connect(self) -> Result<TcpCollective, CollectiveError> {
@@ -159,8 +170,16 @@ impl TcpConfig {
         self.master_port
     }
 
-    pub(super) fn master(&self) -> String {
-        format!("{}:{}", self.master_host, self.master_port)
+    /// Every port at which rank 0 may listen.
+    pub(super) fn ports(&self) -> impl Iterator<Item = u16> {
+        std::iter::once(self.master_port).chain(self.other_ports.iter().copied())
+    }
+
+    /// Every address at which rank 0 may listen, for errors.
+    pub(super) fn masters(&self) -> String {
+        let masters: Vec<_> =
+            self.ports().map(|port| format!("{}:{port}", self.master_host)).collect();
+        masters.join(", ")
     }
 
     /// Whether the master's address says that all ranks are on this host.

@@ -28,6 +28,8 @@ pub(super) enum DialError {
         reason: String,
         retry: bool,
     },
+    /// The peer is of another job, another rank, or protects its connections in another way.
+    Stranger(String),
 }
 
 impl DialError {
@@ -38,7 +40,7 @@ impl DialError {
         let ended = [UnexpectedEof, ConnectionReset, ConnectionAborted, BrokenPipe];
         match self {
             Self::Io(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                Self::Refused { reason: error.to_string(), retry: false }
+                Self::Stranger(error.to_string())
             }
             Self::Io(error) if ended.contains(&error.kind()) => Self::Ended(error),
             other => other,
@@ -52,11 +54,12 @@ impl From<io::Error> for DialError {
     }
 }
 
-/// Connects and shakes hands.
+/// Connects and shakes hands. A peer greets at once, so `greeting` may be shorter than `patience`.
 pub(super) fn dial(
     address: SocketAddr,
     security: &Security,
     hello: &Hello,
+    greeting: Patience<'_>,
     patience: Patience<'_>,
 ) -> Result<Arc<dyn Channel>, DialError> {
     let left = patience.left().ok_or(io::Error::from(io::ErrorKind::TimedOut))?;
@@ -66,13 +69,14 @@ pub(super) fn dial(
         return Err(io::Error::from(io::ErrorKind::ConnectionRefused).into());
     }
     configure(&stream)?;
-    let channel = security.dial(stream, patience).map_err(DialError::before_welcome)?;
+    let channel = security.dial(stream, greeting).map_err(DialError::before_welcome)?;
     let reply = wire::send(&*channel, hello, patience)
         .and_then(|()| wire::receive(&*channel, MAX_ITEM, patience))
         .map_err(|error| DialError::Io(error).before_welcome())?;
     match reply {
         Reply::Welcome => Ok(channel),
-        Reply::Refused { reason, retry } => Err(DialError::Refused { reason, retry }),
+        Reply::Refused { reason, stranger: true, .. } => Err(DialError::Stranger(reason)),
+        Reply::Refused { reason, retry, .. } => Err(DialError::Refused { reason, retry }),
         Reply::Table(_) | Reply::Probe => Err(wire::invalid("an answer out of turn").into()),
     }
 }

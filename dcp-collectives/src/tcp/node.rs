@@ -116,7 +116,7 @@ impl Transport for Node {
             Kind::Data => Purpose::Data { group },
         };
         let hello = Hello { job: self.desk.job.clone(), world_size, rank, to, purpose };
-        match dial::dial(*address, &self.desk.security, &hello, patience) {
+        match dial::dial(*address, &self.desk.security, &hello, patience, patience) {
             Ok(channel) => Ok(channel),
             Err(DialError::Ended(_)) => {
                 thread::sleep(AGAIN);
@@ -124,7 +124,7 @@ impl Transport for Node {
             }
             Err(DialError::Io(error)) if is_pause(&error) => Err(OpenError::Slow),
             Err(DialError::Io(error)) => failed(format!("it cannot be reached: {error}")),
-            Err(DialError::Refused { reason, .. }) => {
+            Err(DialError::Refused { reason, .. } | DialError::Stranger(reason)) => {
                 failed(format!("it refuses to talk: {reason}"))
             }
         }
@@ -198,10 +198,10 @@ impl Desk {
         }
         let hello: Hello = wire::receive(&*channel, MAX_ITEM, patience)?;
         if hello.job != self.job {
-            return refuse(&*channel, "this is another job (DCP_JOB_ID)", false);
+            return turn_away(&*channel, "this is another job (DCP_JOB_ID)".to_owned());
         }
         if hello.to != self.rank {
-            return refuse(&*channel, format!("this is rank {}", self.rank), false);
+            return turn_away(&*channel, format!("this is rank {}", self.rank));
         }
         match hello.purpose {
             Purpose::Join { port, ip } => {
@@ -272,5 +272,11 @@ pub(super) fn refuse(
 ) -> io::Result<()> {
     let reason = reason.into();
     tracing::debug!(%reason, "refused a connection");
-    answer(channel, &Reply::Refused { reason, retry })
+    answer(channel, &Reply::Refused { reason, retry, stranger: false })
+}
+
+/// Answers a process that looks for another one.
+fn turn_away(channel: &dyn Channel, reason: String) -> io::Result<()> {
+    tracing::debug!(%reason, "turned a stranger away");
+    answer(channel, &Reply::Refused { reason, retry: false, stranger: true })
 }

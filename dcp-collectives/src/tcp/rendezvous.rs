@@ -24,6 +24,9 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 /// How long a rank that waits may take to answer that it is there. One that is late comes again.
 const PROBE: Duration = Duration::from_secs(5);
 
+/// How long rank 0 may take to greet a rank that connects to one of several ports.
+const GREETING: Duration = Duration::from_secs(10);
+
 /// Finds the other ranks.
 pub(super) fn meet(config: &mut TcpConfig) -> Result<Node, CollectiveError> {
     let deadline = Deadline::after(config.connect_timeout);
@@ -35,20 +38,20 @@ fn failed(message: String) -> CollectiveError {
 }
 
 fn host(config: &mut TcpConfig, deadline: Deadline) -> Result<Node, CollectiveError> {
+    let (address, is_bound) = (config.masters(), config.bind.is_some());
     let cannot_listen = |error: io::Error| {
-        failed(format!(
-            "rank 0 cannot listen at port {}: {error}; set DCP_MASTER_PORT to a free port on all \
-             ranks",
-            config.master_port
-        ))
+        let elsewhere = error.kind() == io::ErrorKind::AddrNotAvailable && is_bound;
+        let variable = if elsewhere { "DCP_BIND_ADDR" } else { "DCP_MASTER_PORT" };
+        let (address, message) = (address.clone(), error.to_string());
+        CollectiveError::CannotListen { address, message, variable }
     };
     let listener = match config.listener.take() {
         Some(listener) => listener,
-        None => listen_patiently(config, deadline).map_err(cannot_listen)?,
+        None => listen_patiently(config, deadline).map_err(&cannot_listen)?,
     };
     let (joiners, arrivals) = mpsc::channel();
     let mut node =
-        Node::start(listener, Desk::new(config, Some(joiners))).map_err(cannot_listen)?;
+        Node::start(listener, Desk::new(config, Some(joiners))).map_err(&cannot_listen)?;
     let joined = collect(&arrivals, config, deadline)?;
     node.close_desk();
     let own = config.advertise.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
@@ -64,13 +67,22 @@ fn host(config: &mut TcpConfig, deadline: Deadline) -> Result<Node, CollectiveEr
     Ok(node)
 }
 
-/// Opens the master port. One that was closed a moment ago can still be taken: a process that is being
-/// started holds it open until it runs its own program.
+/// Opens the master port, or the first of the other ports that is free. One that was closed a moment ago can still
+/// be taken: a process that is being started holds it open until it runs its own program.
 fn listen_patiently(config: &TcpConfig, deadline: Deadline) -> io::Result<TcpListener> {
     let until = Deadline::after(config.taken.min(deadline.left().unwrap_or_default()));
     let mut pause = FIRST_PAUSE;
     loop {
-        match (listen_as_master(config), until.left()) {
+        let mut opened = listen_as_master(config, config.master_port);
+        for port in &config.other_ports {
+            match opened {
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                    opened = listen_as_master(config, *port);
+                }
+                _ => break,
+            }
+        }
+        match (opened, until.left()) {
             (Err(error), Some(left)) if error.kind() == io::ErrorKind::AddrInUse => {
                 thread::sleep(pause.min(left));
                 pause = (2 * pause).min(LONGEST_PAUSE);
@@ -80,20 +92,20 @@ fn listen_patiently(config: &TcpConfig, deadline: Deadline) -> io::Result<TcpLis
     }
 }
 
-fn listen_as_master(config: &TcpConfig) -> io::Result<TcpListener> {
+fn listen_as_master(config: &TcpConfig, port: u16) -> io::Result<TcpListener> {
     if let Some(address) = config.bind {
-        return TcpListener::bind((address, config.master_port));
+        return TcpListener::bind((address, port));
     }
-    let resolved = (config.master_host.as_str(), config.master_port)
+    let resolved = (config.master_host.as_str(), port)
         .to_socket_addrs()
         .map(Iterator::collect::<Vec<_>>)
         .unwrap_or_default();
     if config.is_on_one_host() {
         return TcpListener::bind(&*resolved);
     }
-    let everywhere = SocketAddr::from((Ipv4Addr::UNSPECIFIED, config.master_port));
+    let everywhere = SocketAddr::from((Ipv4Addr::UNSPECIFIED, port));
     if resolved.iter().any(SocketAddr::is_ipv6) {
-        let with_ipv6 = SocketAddr::from((Ipv6Addr::UNSPECIFIED, config.master_port));
+        let with_ipv6 = SocketAddr::from((Ipv6Addr::UNSPECIFIED, port));
         return TcpListener::bind(&[with_ipv6, everywhere][..]);
     }
     TcpListener::bind(everywhere)
@@ -170,39 +182,57 @@ fn keep_those_here(joined: &mut HashMap<Rank, Joiner>, deadline: Deadline) {
 }
 
 fn join(config: &TcpConfig, deadline: Deadline) -> Result<Node, CollectiveError> {
-    let mut pause = FIRST_PAUSE;
+    let (mut pause, mut earlier) = (FIRST_PAUSE, None);
     loop {
         let problem = match attempt(config, deadline) {
             Ok(node) => return Ok(node),
             Err(DialError::Refused { reason, retry: false }) => return Err(failed(reason)),
-            Err(DialError::Refused { reason, retry: true }) => reason,
+            Err(DialError::Stranger(reason)) if config.other_ports.is_empty() => {
+                return Err(failed(reason));
+            }
+            // Rank 0 may still come, at the port that a stranger has left or at another one.
+            Err(DialError::Refused { reason, .. } | DialError::Stranger(reason)) => reason,
+            Err(DialError::Io(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                format!("rank 0 does not listen there ({error}); start it, or see why it ended")
+            }
             Err(DialError::Io(error) | DialError::Ended(error)) => error.to_string(),
         };
         match deadline.left() {
             Some(left) => thread::sleep(pause.min(left)),
             None => {
+                // The last attempt most likely ended with the time, and says no more.
+                let problem = earlier.unwrap_or(problem);
                 return Err(failed(format!(
                     "rank {} cannot join rank 0 at {} within {:?}: {problem}",
                     config.rank,
-                    config.master(),
+                    config.masters(),
                     config.connect_timeout
                 )));
             }
         }
-        pause = (2 * pause).min(LONGEST_PAUSE);
+        (pause, earlier) = ((2 * pause).min(LONGEST_PAUSE), Some(problem));
     }
 }
 
-/// Tries each address of the master once.
+/// Tries each address of the master once. What listens at one of several ports may be anything.
 fn attempt(config: &TcpConfig, deadline: Deadline) -> Result<Node, DialError> {
     let mut problem = DialError::Io(io::Error::other("its name has no address"));
-    for master in (config.master_host.as_str(), config.master_port).to_socket_addrs()? {
-        match join_at(config, master, deadline) {
-            Err(error @ (DialError::Io(_) | DialError::Ended(_))) => problem = error,
-            done => return done,
+    for port in config.ports() {
+        for master in (config.master_host.as_str(), port).to_socket_addrs()? {
+            match join_at(config, master, deadline) {
+                Err(error @ DialError::Refused { retry: false, .. }) => return Err(error),
+                // Someone's answer says more than that nobody listens at another port.
+                Err(DialError::Io(_)) if is_answer(&problem) => {}
+                Err(error) => problem = error,
+                done => return done,
+            }
         }
     }
     Err(problem)
+}
+
+fn is_answer(problem: &DialError) -> bool {
+    matches!(problem, DialError::Refused { .. } | DialError::Stranger(_))
 }
 
 fn join_at(config: &TcpConfig, master: SocketAddr, deadline: Deadline) -> Result<Node, DialError> {
@@ -227,7 +257,14 @@ fn join_at(config: &TcpConfig, master: SocketAddr, deadline: Deadline) -> Result
         },
     };
     let patience = Patience::until(deadline);
-    let channel = dial(master, &config.security, &hello, patience)?;
+    // A stranger at one of several ports may say nothing.
+    let greeting = match config.other_ports.is_empty() {
+        true => patience,
+        false => {
+            Patience::until(Deadline::after(GREETING.min(deadline.left().unwrap_or_default())))
+        }
+    };
+    let channel = dial(master, &config.security, &hello, greeting, patience)?;
     let reply = loop {
         match wire::receive(&*channel, MAX_TABLE, patience)? {
             Reply::Probe => wire::send(&*channel, &Presence::Here, patience)?,
@@ -238,7 +275,7 @@ fn join_at(config: &TcpConfig, master: SocketAddr, deadline: Deadline) -> Result
         Reply::Table(addresses) if addresses.len() as u64 == u64::from(config.world_size) => {
             addresses
         }
-        Reply::Refused { reason, retry } => return Err(DialError::Refused { reason, retry }),
+        Reply::Refused { reason, retry, .. } => return Err(DialError::Refused { reason, retry }),
         _ => return Err(wire::invalid("rank 0 sent no address table").into()),
     };
     let mut node = Node::start(listener, Desk::new(config, None))?;
@@ -285,6 +322,40 @@ mod tests {
             on_each(ranks.map(|rank| rank.join().unwrap()).into(), |rank| rank?.barrier())
         });
         assert_eq!(results, [Ok(()), Ok(())]);
+    }
+
+    /// The port is that of another job, which answers, and the next one of nobody.
+    #[test]
+    fn a_taken_port_is_passed_over_by_all_ranks() {
+        let ports = [reserved_port(), reserved_port()];
+        let [taken, free] = [ports[0].1, ports[1].1];
+        let (listener, other) = (TcpListener::bind((loopback(), taken)).unwrap(), "another job");
+        let stranger = patient(0, 2, taken).job(other).listener(listener);
+        let (stranger, results) = thread::scope(|scope| {
+            let stranger = scope.spawn(|| stranger.connect()?.barrier());
+            let results = on_each(vec![0, 1, 2], |rank| {
+                let config = patient(rank, 3, taken).other_ports(vec![taken, free]);
+                config.job("mine").connect()?.barrier()
+            });
+            let last = patient(1, 2, taken).job(other).connect().and_then(|last| last.barrier());
+            (last.and(stranger.join().unwrap()), results)
+        });
+        assert_eq!((stranger, results), (Ok(()), vec![Ok(()); 3]));
+    }
+
+    #[test]
+    fn where_every_port_is_taken_the_error_names_them_and_the_variable() {
+        let listeners = [dcp_testing::listener(), dcp_testing::listener()];
+        let mut config = patient(0, 2, listeners[0].1).other_ports(vec![listeners[1].1]);
+        config.taken = Duration::ZERO;
+        let error = config.connect().unwrap_err();
+        let CollectiveError::CannotListen { address, variable, .. } = &error else {
+            panic!("{error}");
+        };
+        let both = listeners.iter().map(|(_, port)| format!("{}:{port}", loopback()));
+        assert_eq!(*address, both.collect::<Vec<_>>().join(", "));
+        assert_eq!(*variable, "DCP_MASTER_PORT");
+        assert!(error.to_string().contains("set DCP_MASTER_PORT to a free port"), "{error}");
     }
 
     #[test]

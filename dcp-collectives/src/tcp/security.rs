@@ -58,13 +58,13 @@ impl Security {
         let (mine, nonce) = self.greet(&*channel, patience)?;
         let theirs = heard(&*channel, patience)?;
         if let Some(reason) = difference(mine, theirs.protection) {
-            return Err(DialError::Refused { reason: reason.to_owned(), retry: false });
+            return Err(DialError::Stranger(reason.to_owned()));
         }
         let nonces = Nonces { dialer: nonce, acceptor: theirs.nonce };
         let channel = self.encrypt(channel, Side::Dialer, patience)?;
-        self.authenticate(channel, Side::Dialer, &nonces, patience)?.ok_or(DialError::Refused {
-            reason: "the shared secret of the peer is another one (DCP_SECRET)".to_owned(),
-            retry: false,
+        self.authenticate(channel, Side::Dialer, &nonces, patience)?.ok_or_else(|| {
+            let reason = "the shared secret of the peer is another one (DCP_SECRET)";
+            DialError::Stranger(reason.to_owned())
         })
     }
 

@@ -50,6 +50,9 @@ pub(super) enum Reply {
     Refused {
         reason: String,
         retry: bool,
+        /// The sender is not the process that was dialed, but one of another job, or another rank.
+        #[serde(default)]
+        stranger: bool,
     },
 }
 

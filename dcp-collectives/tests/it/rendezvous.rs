@@ -154,12 +154,18 @@ fn missing_ranks_are_named_to_everybody() {
 }
 
 #[test]
-fn a_master_that_never_comes_or_is_something_else_is_named() {
-    let timeout = Duration::from_millis(300);
-    let (_reserved, port) = reserved_port();
-    let message = refusal(config(1, 2, port).connect_timeout(timeout).connect());
-    assert!(message.contains(&format!("{}:{port}", loopback())), "{message}");
+fn a_master_that_never_listened_is_named_with_its_address() {
+    with_growing_deadline(|timeout| {
+        let (_reserved, port) = reserved_port();
+        let message = refusal(config(1, 2, port).connect_timeout(timeout).connect());
+        assert!(message.contains(&format!("{}:{port}", loopback())), "{message}");
+        assert!(message.contains("rank 0 does not listen there"), "{message}");
+    });
+}
 
+#[test]
+fn a_master_that_is_something_else_is_named() {
+    let timeout = Duration::from_millis(300);
     // Answers until the end: a port that is free again may become that of another group.
     let (other, port) = listener();
     let is_over = AtomicBool::new(false);
@@ -184,8 +190,10 @@ fn a_master_that_never_comes_or_is_something_else_is_named() {
 #[test]
 fn a_taken_port_is_an_error_that_says_what_to_do() {
     let (_taken, port) = listener();
-    let message = refusal(config(0, 2, port).connect());
-    assert!(message.contains("DCP_MASTER_PORT"), "{message}");
+    let error = config(0, 2, port).connect().unwrap_err();
+    let CollectiveError::CannotListen { address, variable, .. } = &error else { panic!("{error}") };
+    assert_eq!((&**address, *variable), (&*format!("{}:{port}", loopback()), "DCP_MASTER_PORT"));
+    assert_eq!(error.rank(), Some(0));
 }
 
 #[test]

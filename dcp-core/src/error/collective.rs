@@ -44,6 +44,16 @@ pub enum CollectiveError {
         /// What the peer did.
         message: String,
     },
+    /// Rank 0 cannot listen for the other ranks.
+    #[error("rank 0 cannot listen at {address}: {message}; set {variable} to {}", remedy(.variable))]
+    CannotListen {
+        /// Where it tried to.
+        address: String,
+        /// Why it cannot.
+        message: String,
+        /// The environment variable that names another place.
+        variable: &'static str,
+    },
     /// The group could not be formed.
     #[error("cannot form the group: {message}")]
     Rendezvous {
@@ -61,6 +71,7 @@ impl CollectiveError {
             | Self::Timeout { rank, .. }
             | Self::Aborted { rank, .. }
             | Self::Mismatch { rank, .. } => Some(*rank),
+            Self::CannotListen { .. } => Some(0),
             Self::Rendezvous { .. } => None,
         }
     }
@@ -71,5 +82,12 @@ impl CollectiveError {
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         matches!(self, Self::PeerLost { .. } | Self::Timeout { .. })
+    }
+}
+
+fn remedy(variable: &str) -> &'static str {
+    match variable {
+        "DCP_BIND_ADDR" => "an address of its host",
+        _ => "a free port, the same on all ranks",
     }
 }

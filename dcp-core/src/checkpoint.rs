@@ -65,6 +65,9 @@ pub type StateDict = Dict;
 pub trait Stateful {
     /// The current state. Tensors share the object's memory.
     ///
+    /// In a group, values without shards are the same on all ranks, of which one saves them. What differs by rank
+    /// has a name with the rank, such as `rng/rank_3`.
+    ///
     /// # Errors
     ///
     /// When the object has no state to save.

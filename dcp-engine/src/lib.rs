@@ -38,6 +38,7 @@ mod receiver;
 mod rounds;
 mod save;
 mod sink;
+mod small_values;
 mod source;
 pub mod stage;
 mod stateful;

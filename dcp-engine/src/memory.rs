@@ -15,6 +15,8 @@ pub(crate) struct Memory {
     pub(crate) plans: PlanCache,
     /// This rank's part of the last save.
     mine: Mutex<Option<Remembered>>,
+    /// Hashes of the names that only one rank has, sorted; see [`small_values`](crate::small_values).
+    own_names: Mutex<Option<Arc<[u64]>>>,
 }
 
 #[derive(Clone, Debug)]
@@ -40,6 +42,15 @@ impl Memory {
         *self.mine() = Some(mine);
     }
 
+    /// The names that only one rank has, once ranks have compared them.
+    pub(crate) fn own_names(&self) -> Option<Arc<[u64]>> {
+        self.own_names.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn keep_own_names(&self, names: Vec<u64>) {
+        *self.own_names.lock().unwrap_or_else(PoisonError::into_inner) = Some(names.into());
+    }
+
     fn mine(&self) -> MutexGuard<'_, Option<Remembered>> {
         self.mine.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -47,6 +58,10 @@ impl Memory {
 
 impl Default for Memory {
     fn default() -> Self {
-        Self { plans: PlanCache::new(PLANS_KEPT), mine: Mutex::default() }
+        Self {
+            plans: PlanCache::new(PLANS_KEPT),
+            mine: Mutex::default(),
+            own_names: Mutex::default(),
+        }
     }
 }

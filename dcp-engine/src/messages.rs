@@ -8,6 +8,7 @@ use dcp_core::wire::{MessageReader, MessageWriter, PlanRequest, PlanSummary};
 use dcp_core::{PlanError, Rank};
 
 use crate::packed::{self, Packed, packed};
+use crate::small_values::{self, Compared, Digest, Hashed};
 use crate::summary::{FileTime, WriteTimes};
 
 /// The first message of a rank to the coordinator: its structure, and the plan that it remembers.
@@ -17,15 +18,16 @@ pub(crate) struct Offer {
     pub(crate) sequence: u64,
     pub(crate) summary: PlanSummary,
     pub(crate) remembers: Option<u64>,
+    pub(crate) values: Digest,
 }
 
-/// The answer of the coordinator.
+/// The answer of the coordinator; with `compare`, reports have the hashes of single small values.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Decision {
     /// Every rank repeats its last write plan, under the names of this generation.
-    Repeat { generation: u64 },
+    Repeat { generation: u64, compare: bool },
     /// Every rank sends what is requested of its plan, which becomes a part of this one.
-    Plan { plan_id: u64, request: PlanRequest },
+    Plan { plan_id: u64, request: PlanRequest, compare: bool },
 }
 
 #[derive(Debug, PartialEq)]
@@ -36,6 +38,8 @@ pub(crate) struct Totals {
     pub(crate) reused_plan: bool,
     pub(crate) write_times: WriteTimes,
     pub(crate) cast: CastCounts,
+    /// Of small values, where their hashes were requested.
+    pub(crate) compared: Option<Compared>,
 }
 
 /// What a rank wrote, and how long it took.
@@ -46,12 +50,18 @@ pub(crate) struct RankReport {
     pub(crate) cast: CastCounts,
     pub(crate) duration: Duration,
     pub(crate) slowest_file: Option<FileTime>,
+    /// The hashes of single small values, where they were requested.
+    pub(crate) values: Vec<Hashed>,
 }
 
 impl RankReport {
     pub(crate) fn new(report: WriteReport, cast: CastCounts, duration: Duration) -> Self {
         let slowest_file = FileTime::slowest(&report);
-        Self { report, cast, duration, slowest_file }
+        Self { report, cast, duration, slowest_file, values: Vec::new() }
+    }
+
+    pub(crate) fn with_values(self, values: Vec<Hashed>) -> Self {
+        Self { values, ..self }
     }
 
     /// Bytes in data files.
@@ -63,13 +73,14 @@ impl RankReport {
 packed!(Offer Decision Totals RankReport);
 
 impl Packed for Offer {
-    const MAGIC: [u8; 4] = *b"dof2";
+    const MAGIC: [u8; 4] = *b"dof3";
 
     fn pack(&self, out: &mut MessageWriter) {
         out.number(self.sequence);
         out.bytes(&self.summary.fingerprint.to_le_bytes());
         out.bytes(&self.summary.outline.to_le_bytes());
         out.bytes(self.remembers.map(u64::to_le_bytes).as_ref().map_or(&[], |id| id));
+        self.values.write_to(out);
     }
 
     fn unpack(input: &mut MessageReader<'_>) -> Result<Self, PlanError> {
@@ -81,37 +92,43 @@ impl Packed for Offer {
             _ => Some(u64::from_le_bytes(packed::array(input)?)),
         };
         let summary = PlanSummary { fingerprint, outline };
-        Ok(Self { sequence, summary, remembers })
+        Ok(Self { sequence, summary, remembers, values: Digest::read_from(input)? })
     }
 }
 
 impl Packed for Decision {
-    const MAGIC: [u8; 4] = *b"dde2";
+    const MAGIC: [u8; 4] = *b"dde3";
 
     fn pack(&self, out: &mut MessageWriter) {
         match self {
-            Self::Repeat { generation } => out.numbers(&[1, *generation]),
-            Self::Plan { plan_id, request } => {
-                out.numbers(&[0, *plan_id]);
+            Self::Repeat { generation, compare } => {
+                out.numbers(&[1, u64::from(*compare), *generation]);
+            }
+            Self::Plan { plan_id, request, compare } => {
+                out.numbers(&[0, u64::from(*compare), *plan_id]);
                 request.write_to(out);
             }
         }
     }
 
     fn unpack(input: &mut MessageReader<'_>) -> Result<Self, PlanError> {
-        let (repeats, number) = (packed::flag(input)?, input.number()?);
+        let (repeats, compare) = (packed::flag(input)?, packed::flag(input)?);
+        let number = input.number()?;
         Ok(match repeats {
-            true => Self::Repeat { generation: number },
-            false => Self::Plan { plan_id: number, request: PlanRequest::read_from(input)? },
+            true => Self::Repeat { generation: number, compare },
+            false => {
+                let request = PlanRequest::read_from(input)?;
+                Self::Plan { plan_id: number, request, compare }
+            }
         })
     }
 }
 
 impl Packed for Totals {
-    const MAGIC: [u8; 4] = *b"dto1";
+    const MAGIC: [u8; 4] = *b"dto2";
 
     fn pack(&self, out: &mut MessageWriter) {
-        let Self { entries, bytes_written, files, reused_plan, write_times, cast } = self;
+        let Self { entries, bytes_written, files, reused_plan, write_times, cast, compared } = self;
         out.numbers(&[*entries, *bytes_written, *files, u64::from(*reused_plan)]);
         out.number(write_times.slowest_rank.into());
         packed::put_duration(out, write_times.slowest);
@@ -119,6 +136,10 @@ impl Packed for Totals {
         packed::put_duration(out, write_times.mean);
         packed::put_file(out, write_times.slowest_file.as_ref());
         cast.write_to(out);
+        out.number(compared.is_some().into());
+        if let Some(compared) = compared {
+            compared.write_to(out);
+        }
     }
 
     fn unpack(input: &mut MessageReader<'_>) -> Result<Self, PlanError> {
@@ -129,24 +150,28 @@ impl Packed for Totals {
         let (mean, slowest_file) = (packed::duration(input)?, packed::file(input)?);
         let write_times = WriteTimes { slowest_rank, slowest, slowest_bytes, mean, slowest_file };
         let cast = CastCounts::read_from(input)?;
-        Ok(Self { entries, bytes_written, files, reused_plan, write_times, cast })
+        let compared = packed::flag(input)?.then(|| Compared::read_from(input)).transpose()?;
+        Ok(Self { entries, bytes_written, files, reused_plan, write_times, cast, compared })
     }
 }
 
 impl Packed for RankReport {
-    const MAGIC: [u8; 4] = *b"drr3";
+    const MAGIC: [u8; 4] = *b"drr4";
 
     fn pack(&self, out: &mut MessageWriter) {
         self.report.write_to(out);
         self.cast.write_to(out);
         packed::put_duration(out, self.duration);
         packed::put_file(out, self.slowest_file.as_ref());
+        small_values::put_hashes(out, &self.values);
     }
 
     fn unpack(input: &mut MessageReader<'_>) -> Result<Self, PlanError> {
         let (report, cast) = (WriteReport::read_from(input)?, CastCounts::read_from(input)?);
         let duration = packed::duration(input)?;
-        Ok(Self { report, cast, duration, slowest_file: packed::file(input)? })
+        let slowest_file = packed::file(input)?;
+        let values = small_values::hashes(input)?;
+        Ok(Self { report, cast, duration, slowest_file, values })
     }
 }
 
@@ -181,6 +206,7 @@ mod tests {
     use serde::de::DeserializeOwned;
 
     use super::*;
+    use crate::summary::DifferingValue;
 
     fn sent<T: Serialize + DeserializeOwned + PartialEq + Debug>(message: &T) -> usize {
         let mut bytes = Vec::new();
@@ -228,11 +254,13 @@ mod tests {
         ) {
             let [sequence, high, low, entries, bytes_written, files] = numbers;
             let summary = PlanSummary { fingerprint: u128::from(high) << 64 | 5, outline: low };
-            let offer = Offer { sequence, summary, remembers };
-            prop_assert!(sent(&offer) <= 53);
-            sent(&Decision::Repeat { generation: high });
+            let [n0, n1, v0, v1, v2, ..] = files.to_le_bytes();
+            let values = Digest { names: [n0, n1], values: [v0, v1, v2] };
+            let offer = Offer { sequence, summary, remembers, values };
+            prop_assert!(sent(&offer) <= 59);
+            sent(&Decision::Repeat { generation: high, compare: low % 2 == 0 });
             let request = PlanRequest::of(&[summary, summary]);
-            sent(&Decision::Plan { plan_id: low, request });
+            sent(&Decision::Plan { plan_id: low, request, compare: high % 2 == 0 });
             let write_times = WriteTimes {
                 slowest_rank: 7,
                 slowest: duration,
@@ -240,10 +268,14 @@ mod tests {
                 mean: duration,
                 slowest_file: slowest_file.clone(),
             };
-            sent(&Totals { entries, bytes_written, files, reused_plan: true, write_times, cast });
+            let one = DifferingValue { fqn: "rng".into(), ranks: vec![1, Rank::MAX] };
+            let compared = (low % 2 == 0).then(|| Compared { differing: vec![one], own: vec![high] });
+            let reused_plan = true;
+            sent(&Totals { entries, bytes_written, files, reused_plan, write_times, cast, compared });
             let named = |(rank, len)| (Key::new(format!("__{rank}_0.distcp")).unwrap(), len);
             let report = WriteReport::new((0..).zip(byte_lens).map(named).collect());
-            sent(&RankReport { report, cast, duration, slowest_file });
+            let values = vec![(low, high); files as usize % 3];
+            sent(&RankReport { report, cast, duration, slowest_file, values });
         }
     }
 }

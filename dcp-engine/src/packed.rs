@@ -4,8 +4,8 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::time::Duration;
 
-use dcp_core::PlanError;
 use dcp_core::wire::{MessageReader, MessageWriter};
+use dcp_core::{PlanError, Rank};
 use serde::de::{Error as _, Visitor};
 use serde::{Deserializer, Serializer};
 
@@ -70,7 +70,7 @@ pub(crate) fn deserialize<'de, T: Packed, D: Deserializer<'de>>(
     deserializer.deserialize_byte_buf(unpack).map_err(D::Error::custom)
 }
 
-fn bad(problem: &str) -> PlanError {
+pub(crate) fn bad(problem: &str) -> PlanError {
     let message = "a message of a save".to_owned();
     PlanError::Message { message, problem: problem.to_owned() }
 }
@@ -86,6 +86,10 @@ pub(crate) fn flag(input: &mut MessageReader<'_>) -> Result<bool, PlanError> {
         1 => Ok(true),
         _ => Err(bad("neither yes nor no")),
     }
+}
+
+pub(crate) fn rank(input: &mut MessageReader<'_>) -> Result<Rank, PlanError> {
+    Rank::try_from(input.number()?).map_err(|_| bad("a rank out of range"))
 }
 
 pub(crate) fn put_duration(out: &mut MessageWriter, duration: Duration) {
@@ -113,7 +117,7 @@ pub(crate) fn file(input: &mut MessageReader<'_>) -> Result<Option<FileTime>, Pl
     if !flag(input)? {
         return Ok(None);
     }
-    let rank = u32::try_from(input.number()?).map_err(|_| bad("a rank out of range"))?;
+    let rank = rank(input)?;
     let (file, bytes) = (input.text()?.to_owned(), input.number()?);
     Ok(Some(FileTime { rank, file, bytes, duration: duration(input)? }))
 }

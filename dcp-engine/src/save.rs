@@ -26,6 +26,7 @@ use crate::event::{CheckpointEvent, CheckpointObserver, Observers, Operation};
 use crate::group::Group;
 use crate::memory::{Memory, Remembered};
 use crate::messages::{Decision, Offer, RankReport, Totals};
+use crate::small_values::{Compared, SmallValues};
 use crate::source::{Leaf, StateSource};
 use crate::summary::{SaveSummary, SaveTimings};
 
@@ -48,6 +49,8 @@ pub struct Saver {
     staging_bytes: u64,
     memory: Option<Arc<Memory>>,
     observers: Observers,
+    /// What errors call the place.
+    place: Option<Arc<str>>,
     /// How many saves have begun, so that ranks notice when they are at different ones.
     begun: Arc<AtomicU64>,
 }
@@ -58,6 +61,7 @@ struct Prepared {
     plan: SavePlan,
     parts: PlanParts,
     source: Arc<StateSource>,
+    values: SmallValues,
 }
 
 /// What this rank is to write, and on the coordinator what is to be committed.
@@ -68,6 +72,8 @@ struct Planned<'a> {
     lead: Option<Lead<'a>>,
     /// Whether no plan had to be sent.
     reused: bool,
+    /// Whether ranks compare the hashes of single small values.
+    compares: bool,
 }
 
 impl Default for Saver {
@@ -89,6 +95,7 @@ impl Saver {
             staging_bytes: STAGING_BYTES,
             memory: Some(Arc::default()),
             observers: Observers::default(),
+            place: None,
             begun: Arc::default(),
         }
     }
@@ -149,6 +156,13 @@ impl Saver {
     #[must_use]
     pub fn observer(mut self, observer: Arc<dyn CheckpointObserver>) -> Self {
         self.observers.add(observer);
+        self
+    }
+
+    /// What errors call the place of the saves, such as its URL.
+    #[must_use]
+    pub fn place(mut self, name: &str) -> Self {
+        self.place = Some(name.into());
         self
     }
 
@@ -244,7 +258,7 @@ impl Saver {
     ) -> Result<SaveSummary, CheckpointError> {
         let mut timings = SaveTimings { prepare, ..SaveTimings::default() };
         let started = Instant::now();
-        let Planned { prepared, plan, mut lead, reused } = self
+        let Planned { prepared, plan, mut lead, reused, compares } = self
             .plan(group, prepared, writer)
             .instrument(tracing::info_span!("plan"))
             .await
@@ -274,7 +288,9 @@ impl Saver {
         };
         let duration = started.elapsed();
         let cast = prepared.source.cast_report();
-        let reported = written.map(|report| RankReport::new(report, cast.total(), duration));
+        let values = if compares { prepared.values.sample() } else { Vec::new() };
+        let reported = written
+            .map(|report| RankReport::new(report, cast.total(), duration).with_values(values));
         let bytes = reported.as_ref().map_or(0, RankReport::bytes);
         let reports = group
             .gather_results(Phase::Write, reported)
@@ -301,7 +317,8 @@ impl Saver {
         let committed = match (&mut lead, reports) {
             (Some(lead), Some(reports)) => {
                 let span = tracing::info_span!("commit");
-                Some(commit(lead, mine, reused, reports).instrument(span).await)
+                let (at, place) = (group.context().rank, self.place.as_deref());
+                Some(commit(lead, mine, reused, reports, at, place).instrument(span).await)
             }
             _ => None,
         };
@@ -312,6 +329,10 @@ impl Saver {
         let sent = group.broadcast_result(Phase::Commit, committed).await;
         let (totals, _): (Totals, _) = sent.map_err(|error| standing_at(error, standing))?;
         timings.commit = started.elapsed();
+        let Compared { differing, own } = totals.compared.unwrap_or_default();
+        if let Some(memory) = self.memory.as_ref().filter(|_| compares) {
+            memory.keep_own_names(own);
+        }
         observers.send(&CheckpointEvent::Committed { duration: timings.commit });
         Ok(SaveSummary {
             entries: totals.entries,
@@ -322,6 +343,7 @@ impl Saver {
             write_times: totals.write_times,
             cast,
             cast_total: totals.cast,
+            differing,
             plan: lead.and_then(|lead| lead.plan),
         })
     }
@@ -345,19 +367,23 @@ impl Saver {
         let casts = self.casts.as_ref().map(|casts| casts.apply(&mut index)).transpose()?;
         let mut casts = casts.unwrap_or_default().into_iter();
         let mut leaves = HashMap::with_capacity(flat.len());
+        let (alone, mut values) = (group.context().world_size == 1, SmallValues::default());
         for entry in &flat {
             let cast = casts.next().flatten();
             let leaf = match entry.value {
                 Value::Tensor(tensor) => Leaf::Tensor(tensor.clone(), cast),
                 _ => Leaf::Object(objects.remove(&*entry.fqn).unwrap_or_default()),
             };
+            if !alone {
+                values.add(&entry.fqn, &leaf);
+            }
             leaves.insert(&*entry.fqn, leaf);
         }
         let mut plan = self.planner.local_plan(&index, &group.context())?;
         plan.check_against(&index, &self.planner_name())?;
         let staging = self.staging_bytes;
         let source = Arc::new(StateSource::new(&plan, &leaves, staging, observers.clone())?);
-        Ok(Prepared { parts: plan.to_parts(), plan, source })
+        Ok(Prepared { parts: plan.to_parts(), plan, source, values })
     }
 
     /// Agrees on the items that each rank writes, and their places.
@@ -377,7 +403,10 @@ impl Saver {
             Err(error) => (Err(error), None),
             Ok(mine) => {
                 let remembers = remembered.as_ref().map(|last| last.plan_id);
-                (Ok(Offer { sequence, summary: mine.parts.summary(), remembers }), Some(mine))
+                let own = self.memory.as_ref().and_then(|memory| memory.own_names());
+                let values = mine.values.digest(own.as_deref().unwrap_or_default());
+                let summary = mine.parts.summary();
+                (Ok(Offer { sequence, summary, remembers, values }), Some(mine))
             }
         };
         let opened = match group.gather_results(Phase::Plan, offer).await? {
@@ -388,20 +417,20 @@ impl Saver {
         let (decision, lead) = group.broadcast_result(Phase::Plan, opened).await?;
         let prepared = prepared.ok_or_else(no_plan)?;
 
-        let (plan_id, request) = match decision {
-            Decision::Repeat { generation } => {
+        let (plan_id, request, compares) = match decision {
+            Decision::Repeat { generation, compare } => {
                 let mut plan = WritePlan::clone(&*remembered.ok_or_else(no_plan)?.plan);
                 for file in &mut plan.files {
                     *file = writer.renamed(file, generation)?;
                 }
                 let plan = Arc::new(plan);
-                return Ok(Planned { prepared, plan, lead, reused: true });
+                return Ok(Planned { prepared, plan, lead, reused: true, compares: compare });
             }
-            Decision::Plan { plan_id, request } => (plan_id, request),
+            Decision::Plan { plan_id, request, compare } => (plan_id, request, compare),
         };
         let answer = request.answer(group.context().rank, &prepared.parts);
         let plans = group.gather(Phase::Plan, answer).await?;
-        let placed = lead.zip(plans).map(|(lead, plans)| self.place(lead, &plans));
+        let placed = lead.zip(plans).map(|(lead, plans)| self.place_items(lead, &plans));
         let (mine, lead) = group.scatter(Phase::Plan, placed).await?;
         let plan = Arc::new(WritePlan::from_wire(&mine)?);
         if let Some(memory) = &self.memory {
@@ -411,7 +440,7 @@ impl Saver {
                 plan: Arc::clone(&plan),
             });
         }
-        Ok(Planned { prepared, plan, lead, reused: false })
+        Ok(Planned { prepared, plan, lead, reused: false, compares })
     }
 
     /// What errors call the planner: the name of its type, as it shows itself.

@@ -29,6 +29,10 @@ pub struct SaveSummary {
     pub cast: CastReport,
     /// The same of all ranks together.
     pub cast_total: CastCounts,
+    /// Values that ranks have under one name and that differ, by name: the checkpoint holds that of one rank.
+    /// Objects and whole tensors in host memory of at most 64 KiB are compared, 1024 of each rank, and at most
+    /// 16 are listed. State that differs by rank is saved under a name with the rank, such as `rng/rank_3`.
+    pub differing: Vec<DifferingValue>,
     pub(crate) plan: Option<Arc<GlobalPlan>>,
 }
 
@@ -38,6 +42,16 @@ impl SaveSummary {
     pub fn metadata(&self) -> Option<&CheckpointMetadata> {
         self.plan.as_ref().map(|plan| &plan.metadata)
     }
+}
+
+/// A value that is not the same on all ranks that have its name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DifferingValue {
+    /// Its name in the checkpoint.
+    pub fqn: String,
+    /// The ranks whose value is another one than that of the first rank which has it; at most 16.
+    pub ranks: Vec<Rank>,
 }
 
 /// The duration of each step of a save on one rank, with the wait for other ranks.

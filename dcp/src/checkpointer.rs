@@ -62,6 +62,11 @@ type MakeReader = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageReader> + Send + Sy
 /// # }
 /// ```
 ///
+/// A value without shards, such as a number or a tensor made with [`Tensor::replicated`](crate::Tensor::replicated),
+/// is a replica: one rank saves it for all. State that differs by rank, such as that of a random generator or a data
+/// loader, has a name with the rank (`rng/rank_3`). Under one name for all, the checkpoint holds that of one rank;
+/// small values are compared, and [`SaveSummary::differing`] and a warning name those that differ.
+///
 /// One operation at a time uses the group. An operation that begins while background saves are
 /// under way waits for them. Give it a group that training does not use meanwhile.
 #[derive(Clone)]
@@ -374,8 +379,8 @@ impl Save {
     pub fn background(self) -> Result<SaveHandle, CheckpointError> {
         match self.state {
             Ok(state) => {
-                let open = self.with.clone().open_later(self.url);
-                self.with.background.start_opening(&state, open)
+                let background = self.with.background.place(&self.url);
+                background.start_opening(&state, self.with.open_later(self.url))
             }
             Err(error) => Ok(self.with.background.fail(error)),
         }
@@ -391,8 +396,8 @@ impl Save {
     pub fn background_when(self, busy: WhenBusy) -> Result<Option<SaveHandle>, CheckpointError> {
         match self.state {
             Ok(state) => {
-                let open = self.with.clone().open_later(self.url);
-                self.with.background.start_when(busy, &state, open)
+                let background = self.with.background.place(&self.url);
+                background.start_when(busy, &state, self.with.open_later(self.url))
             }
             Err(error) => self.with.background.fail_when(busy, error).map(Some),
         }
@@ -411,7 +416,7 @@ impl IntoFuture for Save {
             let state = earlier.map_or(state, Err);
             let opened = async { Ok((state?, with.open_writer(&url).await?)) };
             match opened.await {
-                Ok((state, writer)) => with.saver.save(&state, &*writer).await,
+                Ok((state, writer)) => with.saver.clone().place(&url).save(&state, &*writer).await,
                 Err(error) => Err(with.saver.fail(error).await),
             }
         })

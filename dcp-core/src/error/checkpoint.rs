@@ -114,6 +114,26 @@ pub enum CheckpointError {
         #[source]
         source: Box<CheckpointError>,
     },
+    /// The coordinator does not see a file that another rank wrote.
+    #[error(
+        "{file} that rank {rank} wrote is not in {place} as rank {coordinator} sees it; save to a storage that \
+         all ranks share: a local disk is of one machine, and memory:// of one process",
+        file = Quoted(.file),
+        place = called(.place.as_deref())
+    )]
+    NotShared {
+        /// The file, by its key in the storage.
+        file: String,
+        /// The rank that wrote it.
+        rank: Rank,
+        /// The coordinator.
+        coordinator: Rank,
+        /// What the place is called, such as its URL.
+        place: Option<String>,
+        /// What the coordinator's storage said.
+        #[source]
+        source: StorageError,
+    },
     /// There is no checkpoint here.
     #[error("{message}", message = Message(.message))]
     NotACheckpoint {
@@ -170,6 +190,7 @@ impl CheckpointError {
                 source.as_ref().map_or(FailureKind::Other, |source| source.kind())
             }
             Self::Step { source, .. } => source.kind(),
+            Self::NotShared { source, .. } => FailureKind::Storage(source.kind()),
             Self::Mismatch { .. } => FailureKind::Mismatch,
             Self::Memory { .. } => FailureKind::MemoryInUse,
             Self::Device { source, .. } => FailureKind::of(&**source),
@@ -222,6 +243,10 @@ impl fmt::Display for Standing {
             Self::Committed => "; the checkpoint was committed",
         })
     }
+}
+
+fn called(place: Option<&str>) -> String {
+    place.map_or_else(|| "the storage".to_owned(), |place| Quoted(place).to_string())
 }
 
 fn direction(device: &str, saving: bool) -> String {

@@ -112,6 +112,12 @@ impl BackgroundSaver {
         self
     }
 
+    /// The same, whose errors call the place of the saves so; see [`Saver::place`].
+    #[must_use]
+    pub fn place(&self, name: &str) -> Self {
+        Self { saver: self.saver.clone().place(name), ..self.clone() }
+    }
+
     /// Waits for the save under way, copies `state`, and starts to save the copy.
     ///
     /// # Errors

@@ -7,6 +7,7 @@ mod broadcast;
 mod casts;
 mod copies;
 mod devices;
+mod differing;
 mod events;
 mod faults;
 mod first_saves;

@@ -143,6 +143,29 @@ fn the_error_of_a_save_names_the_step_and_the_place() {
 }
 
 #[test]
+fn the_error_of_ranks_without_a_common_storage_names_the_url_of_the_coordinator() {
+    let folder = tempfile::tempdir().unwrap();
+    let errors = LocalGroup::new(3).run(|group| {
+        let rank = group.rank();
+        let disk = folder.path().join(format!("disk{rank}")).display().to_string();
+        let checkpointer = Checkpointer::new().group(Arc::new(group));
+        let saved = [
+            checkpointer.save(&shard(rank, 1)?, format!("{disk}/a")).blocking(),
+            dcp::block_on(
+                checkpointer.save(&shard(rank, 1)?, format!("{disk}/b")).background()?.wait(),
+            )?,
+        ];
+        Ok::<_, CheckpointError>(saved.map(|saved| saved.unwrap_err().to_string()))
+    });
+    for errors in errors {
+        for (error, name) in errors.unwrap().iter().zip(["a", "b"]) {
+            let place = format!("disk0/{name}\" as rank 0 sees it");
+            assert!(error.contains("that rank 1 wrote") && error.contains(&place), "{error}");
+        }
+    }
+}
+
+#[test]
 fn a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew() {
     let folder = tempfile::tempdir().unwrap();
     let url = run_in(&folder);

@@ -10,6 +10,8 @@ const PACKED_STATE: &[&str] = &["absmax", "quant_map", "nested_absmax", "nested_
 const PACKED_STATE_START: &str = "quant_state";
 /// The packed weight of HQQ, whose bytes may be stored as floats.
 const HQQ_WEIGHT: &str = "W_q";
+/// What code books are called that AQLM and VPTQ keep next to codes, and that may be larger than these.
+const CODE_BOOKS: &[&str] = &["codebooks", "centroids", "res_centroids"];
 /// The endings of names of scales, in a checkpoint with packed weights.
 const SCALE_ENDINGS: &[&str] = &["_scale", "_scale_inv", "_scale_2", "_scales", "_zero_point"];
 /// What the bias that balances the experts of a router is called in DeepSeek, torchtitan, LFM2, AFMoE,
@@ -71,6 +73,8 @@ impl ExactTensors {
                 || packed.contains(module)
                 || packed.contains(divided(module).0)
                 || of_dict
+                || CODE_BOOKS.contains(&name) && modules.contains_key(module)
+                || owner_of_code_book(module).is_some_and(|owner| modules.contains_key(owner))
                 || SCALE_ENDINGS.iter().any(|ending| name.ends_with(ending))
                 || !name.ends_with("bias") && smaller(module)
         });
@@ -97,6 +101,12 @@ impl ExactTensors {
     }
 }
 
+/// The module whose code book this module is.
+fn owner_of_code_book(module: &str) -> Option<&str> {
+    let (owner, name) = divided(module);
+    CODE_BOOKS.contains(&name).then_some(owner)
+}
+
 /// The name of a module, and that of its parameter.
 fn divided(fqn: &str) -> (&str, &str) {
     fqn.rsplit_once('.').unwrap_or(("", fqn))
@@ -109,7 +119,12 @@ fn count(shape: &[u64]) -> u64 {
 /// Whether a tensor has several axes of bytes or of packed words, as weights have and counters do not.
 fn is_packed(name: &str, dtype: DType, shape: &[u64]) -> bool {
     let packs = match dtype {
-        DType::Int8 | DType::UInt8 | DType::Int32 => shape.len() > 1,
+        DType::Int8
+        | DType::UInt8
+        | DType::Int16
+        | DType::UInt16
+        | DType::Int32
+        | DType::UInt32 => shape.len() > 1,
         DType::Float8E4M3Fn
         | DType::Float8E5M2
         | DType::Float8E4M3FnUz
@@ -220,6 +235,34 @@ mod tests {
                 ("k.meta.scale", F32, &[16, 1]),
             ],
             &[("q.bias", F32, &[8])],
+        ),
+        (
+            "compressed-tensors, packed",
+            &[
+                ("q.weight_packed", DType::Int32, &[8, 1]),
+                ("q.weight_scale", DType::BFloat16, &[8, 1]),
+                ("q.weight_zero_point", DType::Int32, &[1, 1]),
+                ("q.weight_g_idx", DType::Int32, &[8]),
+            ],
+            &[("q.bias", DType::BFloat16, &[8])],
+        ),
+        (
+            "AQLM",
+            &[
+                ("q.codes", DType::Int16, &[8, 8, 1]),
+                ("q.codebooks", DType::Float16, &[2, 16, 1, 8]),
+                ("q.scales", DType::Float16, &[8, 1, 1, 1]),
+            ],
+            &[("q.bias", DType::Float16, &[8]), ("norm.weight", DType::Float16, &[8])],
+        ),
+        (
+            "VPTQ",
+            &[
+                ("q.indices", DType::UInt16, &[1, 8, 8]),
+                ("q.centroids.weight", DType::Float16, &[1, 64]),
+                ("q.weight_scale", DType::Float16, &[8]),
+            ],
+            &[("q.bias", DType::Float16, &[8])],
         ),
         (
             "no packed weight",

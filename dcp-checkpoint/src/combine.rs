@@ -112,9 +112,12 @@ impl Merge<'_> {
         }
         let layout = self.destination.megatron.layout(first).await?;
         let mut how = SourceFacts { layout: Some(layout), ..SourceFacts::default() };
-        if format == Format::HuggingFace && self.destination.config_folder().is_none() {
-            model_files::add_those_of(first, &mut how.files, &mut notes).await?;
-        }
+        let unconfigured = match format {
+            Format::HuggingFace if self.destination.config_folder().is_none() => {
+                model_files::add_those_of(first, &mut how.files, &mut notes).await?
+            }
+            _ => None,
+        };
         let (job, duplicates) = (&self.job, self.duplicates);
         let sources: Vec<_> = all.iter().map(|checkpoint| checkpoint.source.clone()).collect();
         let merged = Merged::apply(&sources, duplicates, job).await;
@@ -134,6 +137,9 @@ impl Merge<'_> {
         let unmatched = unmatched_in(&selection, [&merged]).await?;
         let merged = selection.apply(&merged, job).await?;
         let mut report = self.destination.write(&merged, first, how, job).await?;
+        if let Some(note) = unconfigured {
+            notes.say(note);
+        }
         report.unmatched.splice(..0, unmatched);
         Ok(Written { report, mapping: None, notes: notes.into_said() })
     }
@@ -211,9 +217,12 @@ impl Average<'_> {
         }
         let layout = self.destination.megatron.layout(first).await?;
         let mut how = SourceFacts { layout: Some(layout), ..SourceFacts::default() };
-        if format == Format::HuggingFace && self.destination.config_folder().is_none() {
-            model_files::add_those_of(first, &mut how.files, &mut notes).await?;
-        }
+        let unconfigured = match format {
+            Format::HuggingFace if self.destination.config_folder().is_none() => {
+                model_files::add_those_of(first, &mut how.files, &mut notes).await?
+            }
+            _ => None,
+        };
         let stored = all.iter().map(|checkpoint| &checkpoint.source);
         let unmatched = unmatched_in(&selection, stored).await?;
         let allow = self.allow_corrupt_optimizer;
@@ -253,6 +262,9 @@ impl Average<'_> {
         }
             })?;
         let mut report = self.destination.write(&source, first, how, job).await?;
+        if let Some(note) = unconfigured {
+            notes.say(note);
+        }
         report.not_taken = not_taken;
         report.unmatched.splice(..0, unmatched);
         if let Some(group) = &job.group {

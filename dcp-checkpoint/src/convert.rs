@@ -177,9 +177,12 @@ impl Conversion<'_> {
             _ => None,
         };
         let mut files: Vec<_> = named.config.into_iter().collect();
-        if format == Format::HuggingFace && config.is_none() {
-            model_files::add_those_of(&checkpoint, &mut files, &mut notes).await?;
-        }
+        let unconfigured = match format {
+            Format::HuggingFace if config.is_none() => {
+                model_files::add_those_of(&checkpoint, &mut files, &mut notes).await?
+            }
+            _ => None,
+        };
         if format != Format::HuggingFace && selection.part == StatePart::Everything {
             let left = model_files::trainer_files_of(&checkpoint).await?;
             if !left.is_empty() {
@@ -193,6 +196,9 @@ impl Conversion<'_> {
         let unmatched = unmatched_in(&selection, [&source]).await?;
         let (source, not_taken) = self.keys.apply(&selection, &source, job, &mut notes).await?;
         let mut report = destination.write(&source, &checkpoint, how, job).await?;
+        if let Some(note) = unconfigured {
+            notes.say(note);
+        }
         report.not_taken = not_taken;
         report.unmatched.splice(..0, unmatched);
         Ok(Written { report, mapping: named.report, notes: notes.into_said() })

@@ -365,7 +365,7 @@ impl Destination {
             }
             Format::HuggingFace => {
                 let mut files = match &self.config {
-                    Some(from) => model_files::files_in(from)?,
+                    Some(from) => model_files::files_in(&checkpoint.opener, from).await?,
                     None => Vec::new(),
                 };
                 if let Some(from) = &self.config {

@@ -1,9 +1,9 @@
 //! The mapping between names of Megatron-Core and of Hugging Face that a conversion applies.
 
-use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
+use dcp_convert::cast::exact_tensors;
 use dcp_convert::jobs::diff::DiffOptions;
 use dcp_convert::read::read_object;
 use dcp_convert::{JobOptions, Selection, Source};
@@ -21,9 +21,9 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind, Reasons};
 use crate::format::Format;
 use crate::mapping_options::{Architecture, MappingOptions};
+use crate::model_files;
 use crate::notes::Notes;
 use crate::run_config;
-use crate::small_file::read_at_most;
 
 /// The configuration of a Hugging Face model.
 const CONFIG: &str = "config.json";
@@ -141,6 +141,9 @@ impl MappingOptions {
             }
             return Ok(Named { source, config: None, report: None });
         };
+        if origin != Origin::Megatron {
+            refuse_quantized(&source).await?;
+        }
         let mut how = MapOptions::default();
         how.allow_left_over = self.allow_left_over;
         how.params_dtype = dtype;
@@ -284,6 +287,16 @@ impl MappingOptions {
     }
 }
 
+/// Refuses weights that mean nothing without scales, which no mapping takes along.
+async fn refuse_quantized(source: &Source) -> Result<(), Error> {
+    let exact = exact_tensors(&*source.metadata().await?);
+    let Some(scales) = exact.scales() else { return Ok(()) };
+    let message =
+        format!("the model is quantized: {scales:?} has scales, which a mapping leaves out");
+    Err(Error::new(ErrorKind::Unsupported, message)
+        .with_hint("--dequantize DTYPE makes plain numbers of the schemes that it reads; --arch none keeps all names"))
+}
+
 /// The facts in the arguments of a checkpoint. Those that were saved through PyTorch alone have them
 /// as an object of their own.
 /// What wrote no arguments wrote a configuration beside it.
@@ -346,42 +359,25 @@ async fn recognized(source: &Source, facts: &Facts) -> Result<Mapping, Error> {
 
 /// The configuration of a model of Hugging Face: of the folder that was named, or of the source.
 async fn config_of(opened: &Checkpoint, folder: Option<&Path>) -> Result<serde_json::Value, Error> {
-    let absent = |place: String| {
-        Error::new(
-            ErrorKind::Undecided,
-            format!("there is no {CONFIG} in {place:?}, which describes the model"),
-        )
-        .with_hint("pass --config DIR, the folder that has it")
-    };
     let place = folder.map_or_else(|| opened.place.clone(), |folder| folder.display().to_string());
-    let bad = |error: serde_json::Error| {
-        let message = format!("cannot read {CONFIG} in {place:?}");
-        Error::new(ErrorKind::Damaged, message).because(error)
+    let storage = match folder {
+        Some(folder) => model_files::open_config(&opened.opener, folder).await?,
+        None => Arc::clone(&opened.storage),
     };
-    if let Some(folder) = folder {
-        let path = folder.join(CONFIG);
-        return match read_at_most(&path, CONFIG_MAX) {
-            Ok(bytes) => serde_json::from_slice(&bytes).map_err(bad),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                Err(absent(folder.display().to_string()))
-            }
-            Err(error) => {
-                let message = format!("cannot read {:?}", path.display().to_string());
-                Err(Error::new(ErrorKind::Io, message).because(error))
-            }
-        };
-    }
-    let storage = &opened.storage;
     let key = Key::new(CONFIG).map_err(StorageError::from)?;
     if !storage.contains(&key).await? {
-        return Err(absent(opened.place.clone()));
+        let kind = if folder.is_some() { ErrorKind::InvalidOption } else { ErrorKind::Undecided };
+        return Err(model_files::no_config(&place, kind));
     }
     let len = storage.stat(&key).await?.byte_len;
     if len > CONFIG_MAX {
         let message = format!("{CONFIG} has {len} bytes, more than a configuration has");
         return Err(Error::new(ErrorKind::Damaged, message));
     }
-    serde_json::from_slice(&storage.read_range(&key, 0..len).await?).map_err(bad)
+    serde_json::from_slice(&storage.read_range(&key, 0..len).await?).map_err(|error| {
+        let message = format!("cannot read {CONFIG} in {place:?}");
+        Error::new(ErrorKind::Damaged, message).because(error)
+    })
 }
 
 /// Says that an output embedding which is not taken differs from the input embedding to which the

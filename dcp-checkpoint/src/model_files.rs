@@ -1,11 +1,11 @@
 //! The configuration and tokenizer files of a Hugging Face model.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
 use dcp_convert::{ConversionReport, ConvertError, JobOptions, Source};
+use dcp_core::registry::Access;
 use dcp_core::storage::{FolderEntry, StorageExt};
 use dcp_core::{CheckpointMetadata, DType, Key, Storage, StorageError, StorageErrorKind};
 use dcp_formats::hf::{
@@ -18,6 +18,7 @@ use futures_util::StreamExt as _;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind};
 use crate::notes::Notes;
+use crate::opener::Opener;
 use crate::small_file::read_at_most;
 
 /// Bytes of such a file that are read at most; the largest are tokenizers.
@@ -139,42 +140,41 @@ fn key_of(name: &str) -> Result<Key, Error> {
     Ok(Key::new(name).map_err(StorageError::from)?)
 }
 
-/// The files that belong to the model in `folder`, without its weights; a `config.json` must be there.
-pub(crate) fn files_in(folder: &Path) -> Result<Files, Error> {
-    let unreadable = |path: &Path, error| {
-        let message = format!("cannot read {:?}", path.display().to_string());
-        Error::new(ErrorKind::Io, message).because(error)
-    };
+/// The folder of `--config`, whose links lead no further than those of a checkpoint.
+///
+/// # Errors
+///
+/// When it is a file, is not there, or cannot be opened.
+pub(crate) async fn open_config(opener: &Opener, folder: &Path) -> Result<Arc<dyn Storage>, Error> {
+    let place = folder.display().to_string();
     if folder.is_file() {
-        let message = format!("{:?} is a file", folder.display().to_string());
+        let message = format!("{place:?} is a file");
         return Err(Error::new(ErrorKind::InvalidOption, message)
             .with_hint("--config takes the folder with a model's config.json"));
     }
-    let mut names: Vec<String> = NAMES.iter().map(ToString::to_string).collect();
-    if let Ok(found) = listed_in(folder) {
-        for name in &found.folders {
-            let inner = listed_in(&folder.join(name)).unwrap_or_default();
-            if inner.is_configuration() {
-                names.extend(inner.files.keys().map(|file| format!("{name}/{file}")));
-            }
+    match opener.storages.open(&place, Access::Read).await {
+        Err(error) if error.kind() == StorageErrorKind::NotFound => {
+            Err(no_config(&place, ErrorKind::InvalidOption))
         }
-        names.extend(found.divided().0);
+        opened => Ok(opened?),
     }
-    let mut files = Vec::new();
-    for name in names {
-        let path = folder.join(&name);
-        match read_at_most(&path, FILE_MAX) {
-            Ok(bytes) => files.push((key_of(&name)?, bytes)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(unreadable(&path, error)),
-        }
+}
+
+/// The error of a folder without a configuration.
+pub(crate) fn no_config(place: &str, kind: ErrorKind) -> Error {
+    let message = format!("there is no {CONFIG_NAME} in {place:?}, which describes the model");
+    Error::new(kind, message).with_hint("pass --config DIR, the folder that has it")
+}
+
+/// The files that belong to the model in `folder`, without its weights; a `config.json` must be there.
+pub(crate) async fn files_in(opener: &Opener, folder: &Path) -> Result<Files, Error> {
+    let storage = open_config(opener, folder).await?;
+    let place = folder.display().to_string();
+    let files = beside_weights(&*storage, &place).await?.files;
+    match files.first() {
+        Some((key, _)) if key.as_str() == CONFIG_NAME => Ok(files),
+        _ => Err(no_config(&place, ErrorKind::InvalidOption)),
     }
-    if files.first().is_none_or(|(key, _)| key.as_str() != CONFIG_NAME) {
-        let folder = folder.display().to_string();
-        let message = format!("there is no config.json in {folder:?}");
-        return Err(Error::new(ErrorKind::InvalidOption, message));
-    }
-    Ok(files)
 }
 
 /// Refuses a configuration that is no JSON object, and names the folder of `--config`.
@@ -198,30 +198,22 @@ pub(crate) fn configuration_of(folder: &Path) -> Option<u128> {
     Some(dcp_core::digest::fnv1a_128(&bytes))
 }
 
-/// The regular files and the folders in a directory, links followed.
-fn listed_in(folder: &Path) -> io::Result<Folder> {
-    let mut found = Folder::default();
-    for entry in std::fs::read_dir(folder)? {
-        let entry = entry?;
-        let Ok(name) = entry.file_name().into_string() else { continue };
-        let Ok(meta) = std::fs::metadata(entry.path()) else { continue };
-        if meta.is_file() && Key::new(&*name).is_ok() {
-            found.files.insert(name, meta.len());
-        } else if meta.is_dir() && !name.starts_with('.') && Key::new(&*name).is_ok() {
-            found.folders.insert(name);
-        }
+/// The files that belong to a Hugging Face model, without its weights; none where the checkpoint is of
+/// another format.
+async fn files_of(checkpoint: &Checkpoint) -> Result<Beside, Error> {
+    if !checkpoint.is_model_folder() {
+        return Ok(Beside::default());
     }
-    Ok(found)
+    let mut beside = beside_weights(&*checkpoint.storage, &checkpoint.place).await?;
+    let metadata = checkpoint.source.metadata().await?;
+    let is_read = |name: &str| metadata.files().iter().any(|file| file.as_str() == name);
+    beside.left.retain(|name| !is_read(name) && !name.ends_with(INDEX_ENDING));
+    Ok(beside)
 }
 
-/// The files that belong to a Hugging Face model, without its weights; none where it has no
-/// `config.json` or where the checkpoint is of another format.
-async fn files_of(checkpoint: &Checkpoint) -> Result<Beside, Error> {
+/// The files with the weights in a folder of a storage; none where it has no `config.json`.
+async fn beside_weights(storage: &dyn Storage, place: &str) -> Result<Beside, Error> {
     let mut beside = Beside::default();
-    if !checkpoint.is_model_folder() {
-        return Ok(beside);
-    }
-    let storage = &checkpoint.storage;
     for name in NAMES {
         let key = key_of(name)?;
         let len = match storage.stat(&key).await {
@@ -235,7 +227,7 @@ async fn files_of(checkpoint: &Checkpoint) -> Result<Beside, Error> {
             Err(error) => return Err(error.into()),
         };
         if len > FILE_MAX {
-            let message = format!("{}/{name} has more than {FILE_MAX} bytes", checkpoint.place);
+            let message = format!("{place}/{name} has more than {FILE_MAX} bytes");
             return Err(Error::new(ErrorKind::Damaged, message).with_hint(
                 "--config DIR takes the configuration and tokenizer from another folder",
             ));
@@ -243,10 +235,10 @@ async fn files_of(checkpoint: &Checkpoint) -> Result<Beside, Error> {
         let bytes = storage.read_range(&key, 0..len).await?;
         beside.files.push((key, bytes.to_vec()));
     }
-    let Some(found) = listed_of(&**storage, None).await? else { return Ok(beside) };
+    let Some(found) = listed_of(storage, None).await? else { return Ok(beside) };
     let mut names = Vec::new();
     for name in &found.folders {
-        let inner = listed_of(&**storage, Some(&key_of(name)?)).await?.unwrap_or_default();
+        let inner = listed_of(storage, Some(&key_of(name)?)).await?.unwrap_or_default();
         if inner.is_configuration() {
             names.extend(inner.files.keys().map(|file| format!("{name}/{file}")));
         } else {
@@ -254,10 +246,7 @@ async fn files_of(checkpoint: &Checkpoint) -> Result<Beside, Error> {
         }
     }
     let (copied, left) = found.divided();
-    let metadata = checkpoint.source.metadata().await?;
-    let is_read = |name: &str| metadata.files().iter().any(|file| file.as_str() == name);
-    let is_index = |name: &str| name.ends_with(INDEX_ENDING);
-    beside.left.extend(left.into_iter().filter(|name| !is_read(name) && !is_index(name)));
+    beside.left.extend(left);
     for name in names.into_iter().chain(copied) {
         let key = key_of(&name)?;
         let whole = storage.read_whole(&key, FILE_MAX).await?;
@@ -266,12 +255,17 @@ async fn files_of(checkpoint: &Checkpoint) -> Result<Beside, Error> {
     Ok(beside)
 }
 
-/// Adds the files that belong to a Hugging Face model, and says which those are.
+/// What is said of a model that was written without a configuration.
+const UNCONFIGURED: &str = "there is no config.json, without which transformers opens no model; \
+                            --config DIR copies one";
+
+/// Adds the files that belong to a Hugging Face model, and says which those are. Returns what is to be
+/// said of the model when it is written.
 pub(crate) async fn add_those_of(
     checkpoint: &Checkpoint,
     files: &mut Files,
     notes: &mut Notes,
-) -> Result<(), Error> {
+) -> Result<Option<&'static str>, Error> {
     let beside = files_of(checkpoint).await?;
     if !beside.files.is_empty() {
         let names: Vec<_> = beside.files.iter().map(|(key, _)| key.as_str()).collect();
@@ -284,7 +278,8 @@ pub(crate) async fn add_those_of(
         ));
     }
     complete(files, beside.files);
-    Ok(())
+    let is_configured = files.iter().any(|(key, _)| key.as_str() == CONFIG_NAME);
+    Ok((!is_configured).then_some(UNCONFIGURED))
 }
 
 /// The files of a trainer with a Hugging Face model, which are no part of the checkpoint that is read.

@@ -105,10 +105,10 @@ pub enum ConvertError {
         /// What was requested of it, such as "slices".
         part: &'static str,
     },
-    /// There is more than this form of output is for.
+    /// There is more than a form of output, or the memory of a job, is for.
     #[error("{what} has more than {limit}; {instead}", what = Message(.what))]
     TooLarge {
-        /// The tensor.
+        /// The tensor or checkpoint.
         what: String,
         /// How much is possible, with the unit.
         limit: String,

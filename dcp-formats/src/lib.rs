@@ -46,6 +46,8 @@ pub mod zarr;
 pub use crc_parts::CrcParts;
 pub use formats::formats;
 pub use headed_file::prepare_headed_file;
+pub use placed_reads::without_transforms;
 pub use staged::Staged;
 pub use stop::Stop;
+pub use unique::UniqueMap;
 pub use upload::{ByteProgress, FileOptions, PendingFile};

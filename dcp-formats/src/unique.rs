@@ -9,7 +9,7 @@ use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 /// A JSON object in file order. A duplicate name is an error: readers disagree on which value
 /// counts, so the file is either damaged or built to deceive.
 #[derive(Debug)]
-pub(crate) struct UniqueMap<V>(pub(crate) IndexMap<String, V>);
+pub struct UniqueMap<V>(pub IndexMap<String, V>);
 
 impl<V> Default for UniqueMap<V> {
     fn default() -> Self {

@@ -233,6 +233,28 @@ fn every_command_refuses_a_selection_that_takes_nothing() {
     }
 }
 
+/// A counter is no model.
+#[test]
+fn a_model_without_weights_is_not_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let (file, state, out) = (at("state.pt"), at("state"), at("out"));
+    let source = "../torch_save/states/sgd.pt";
+    dcp(["convert", source, &file, r"--rename=s/^optim\.param_groups\.0\.lr$/step/"]).ok();
+    dcp(["convert", &file, &state, "--to=dcp", "--exclude=x"]).ok();
+    assert!(keys(&state).contains(&"step".to_owned()), "{:?}", keys(&state));
+    for command in [
+        &["convert", &state, &out, "--to=dcp", "--model-only", "--exclude=model"][..],
+        &["convert", &state, &out, "--to=torch-save", "--model-only", "--exclude=model.*"],
+        &["reshard", &state, &out, "-n2", "--model-only", "--exclude=model"],
+    ] {
+        dcp(command).fails(2, &["the selection leaves nothing of the weights of "]);
+        assert!(!folder.path().join("out").exists(), "{command:?}");
+    }
+    // What is chosen by name is taken, whatever it is.
+    dcp(["convert", &state, &out, "--to=dcp", "--include=step"]).ok();
+}
+
 /// A renamed key stays in its dict.
 #[test]
 fn renames_leave_nested_dicts_whole() {
@@ -290,6 +312,8 @@ fn a_file_maps_names() {
     let convert = ["convert", "fsdp2_adam_2r", &file, "--include=model.norm", "--map", &map];
     dcp(convert).ok();
     assert_eq!(keys(&file), ["ln.gain"]);
+    fs::write(&map, r#"{"model.norm.weight": "a", "model.norm.weight": "b"}"#).unwrap();
+    dcp(convert).fails(2, &[r#""model.norm.weight" occurs twice"#]);
     fs::write(&map, "model.nrm.weight ln.gain\n").unwrap();
     let mut again = convert.to_vec();
     again.push("--overwrite");

@@ -36,6 +36,29 @@ fn a_snapshot_in_the_cache_of_the_hugging_face_hub_is_a_model() {
     assert_ne!(dcp(["verify", &uri]).code, 0);
 }
 
+/// A folder of `--config` is read like any other.
+#[test]
+fn a_link_out_of_a_configuration_is_followed_when_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    fs::create_dir(at("config")).unwrap();
+    for name in ["config.json", "tokenizer.json"] {
+        fs::write(folder.path().join(name), "{}").unwrap();
+        let link = folder.path().join("config").join(name);
+        symlink(format!("../{name}"), &link).unwrap();
+        let (config, out) = (at("config"), at("out"));
+        let convert = ["-q", "convert", "t21_plain", &out, "--to=hf", "--config", &config];
+        dcp(convert).fails(2, &[name, "symbolic link", "--follow-links"]);
+        assert!(!folder.path().join("out").exists());
+        dcp(convert.iter().chain(&["--follow-links"])).ok();
+        assert!(folder.path().join("out").join(name).is_file());
+        fs::remove_dir_all(&out).unwrap();
+        fs::remove_file(&link).unwrap();
+        fs::copy(folder.path().join(name), &link).unwrap();
+    }
+    dcp(["convert", "t21_plain", &at("out"), "--to=hf", "--config", &at("config")]).ok();
+}
+
 #[test]
 fn links_that_lead_out_are_followed_when_asked_for() {
     let folder = tempfile::tempdir().unwrap();

@@ -33,6 +33,7 @@ mod model_folder;
 mod overlap;
 mod plugins;
 mod prune;
+mod quantized;
 mod ranks;
 mod ranks_bucket;
 mod ranks_compare;

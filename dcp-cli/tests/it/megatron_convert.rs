@@ -322,7 +322,7 @@ fn a_checkpoint_that_is_not_whole_is_bad() {
     hf(&["--arch", "/dev/zero"]).fails(3, &["cannot read the mapping", "device"]);
     let like = path(&folder, "like");
     fs::create_dir_all(folder.path().join("like/config.json")).unwrap();
-    hf(&["--config", &like]).fails(3, &["cannot read", "config.json"]);
+    hf(&["--config", &like]).fails(2, &["there is no config.json", "--config DIR"]);
 }
 
 #[test]

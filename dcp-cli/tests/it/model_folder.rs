@@ -10,7 +10,7 @@ use crate::megatron::megatron;
 use crate::support::{Run, dcp, path};
 
 /// Writes a safetensors file of tensors of zeros: name, dtype, bytes of an element, shape.
-fn weights(file: &Path, tensors: &[(&str, &str, usize, &[usize])], texts: &Value) {
+pub(crate) fn weights(file: &Path, tensors: &[(&str, &str, usize, &[usize])], texts: &Value) {
     let mut header = serde_json::Map::new();
     if !texts.is_null() || file.ends_with("null.safetensors") {
         header.insert("__metadata__".to_owned(), texts.clone());
@@ -29,7 +29,7 @@ fn weights(file: &Path, tensors: &[(&str, &str, usize, &[usize])], texts: &Value
     fs::write(file, [&len[..], header.as_bytes(), &vec![0; end]].concat()).unwrap();
 }
 
-fn dtypes(checkpoint: &str) -> BTreeMap<String, String> {
+pub(crate) fn dtypes(checkpoint: &str) -> BTreeMap<String, String> {
     let all = dcp(["inspect", checkpoint, "--json"]).json();
     let keys = all["keys"].as_object().unwrap().iter();
     let dtype = |key: &Value| key["dtype"].as_str().unwrap_or_default().to_owned();
@@ -98,6 +98,21 @@ fn everything_but_weights_and_state_goes_with_a_model() {
         }
     }
     dcp(["convert", &file, &at("x"), "--to=hf", "--config", &file]).fails(2, &["is a file"]);
+}
+
+/// transformers opens no model without one.
+#[test]
+fn a_model_without_a_configuration_is_noted() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let note = "there is no config.json";
+    said(&dcp(["convert", "t21_plain", &at("a"), "--to=hf"]), note);
+    said(&dcp(["average", "t21_plain", "t21_plain", "--to=hf", "--out", &at("b")]), note);
+    fs::create_dir(at("config")).unwrap();
+    fs::write(at("config/config.json"), "{}").unwrap();
+    let (out, config) = (at("c"), at("config"));
+    let run = dcp(["convert", "t21_plain", &out, "--to=hf", "--config", &config]);
+    assert!(run.code == 0 && !run.stderr.contains(note), "{}", run.stderr);
 }
 
 #[test]

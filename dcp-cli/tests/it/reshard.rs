@@ -2,14 +2,17 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::Write as _;
 use std::path::Path;
 use std::sync::Arc;
 
+use dcp::DType;
 use dcp::core::StorageReader;
 use dcp::core::metadata::{Entry, Placement};
 use dcp::core::registry::Access;
 use dcp::core::storage::StorageExt;
 use dcp::formats::dcp::DcpReader;
+use dcp::formats::safetensors::{SafetensorsItem, encode_header};
 use serde_json::Value;
 
 use crate::support::{assert_same_tensors, dcp, fixtures, path, tensors};
@@ -124,6 +127,42 @@ fn tensors_are_cut_along_their_first_axis() {
     let files = found["files"].as_object().unwrap();
     let names: Vec<_> = files.keys().collect();
     assert_eq!(names, ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "__3_0.distcp"]);
+}
+
+/// An index has a row for each chunk, and none for what a rank does not hold.
+#[test]
+fn many_ranks_are_planned_in_bounded_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let item = |name: String, rows: u64| SafetensorsItem {
+        name: name.into(),
+        dtype: DType::UInt8,
+        shape: [rows].as_slice().into(),
+    };
+    let file = |name: &str, items: &[SafetensorsItem]| {
+        let header = encode_header(items, &Default::default()).unwrap();
+        let mut out = fs::File::create(at(name)).unwrap();
+        out.write_all(&header.bytes).unwrap();
+        out.set_len(header.byte_len).unwrap();
+    };
+    let large: Vec<_> = (0..300).map(|n| item(format!("w{n}"), 4000)).collect();
+    file("large.safetensors", &large);
+    let few: Vec<_> = (0..3000).map(|n| item(format!("w{n}"), 7)).collect();
+    file("few.safetensors", &few);
+    let reshard = |name: &str, more: &[&str]| {
+        let (from, to) = (at(name), at("out"));
+        let args = ["-q", "convert", &from, &to, "--to=dcp", "--overwrite"];
+        dcp(args.iter().chain(more).copied())
+    };
+    reshard("large.safetensors", &["--ranks=4000", "--max-memory=1MiB"])
+        .fails(2, &["1200000 chunks, as 4000 ranks write it", "1048576 chunks", "fewer ranks"]);
+    assert!(!folder.path().join("out").exists());
+    reshard("large.safetensors", &["--ranks=4000", "--dry-run"]).ok();
+    reshard("few.safetensors", &["--ranks=5"]).ok();
+    let report = dcp(["inspect", &at("out"), "--json"]).json();
+    let chunks = report["keys"]["w0"]["chunks"].as_array().unwrap();
+    let sizes: Vec<_> = chunks.iter().map(|chunk| chunk["sizes"][0].as_u64().unwrap()).collect();
+    assert_eq!(sizes, [2, 2, 2, 1]);
 }
 
 #[test]

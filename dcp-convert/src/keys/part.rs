@@ -380,6 +380,14 @@ fn is_chained_optimizer(fqn: &str) -> bool {
     })
 }
 
+/// Whether an entry may have weights of a model: tensors do, and so may an object that is called or is
+/// in a dict that is called as a model is, such as a pickled module.
+pub(crate) fn may_have_weights(fqn: &str, entry: &Entry) -> bool {
+    let is_wrapped = entry.as_object().is_some_and(|object| object.tensor.is_some());
+    let is_model = |step: &Cow<'_, str>| MODEL_ROOTS.contains(&&**step);
+    entry.as_tensor().is_some() || is_wrapped || steps(fqn, entry).iter().any(is_model)
+}
+
 /// The part of a name after the prefix `root`.
 pub(crate) fn below<'a>(root: &str, fqn: &'a str) -> Option<&'a str> {
     fqn.strip_prefix(root)?.strip_prefix('.').filter(|rest| !rest.is_empty())

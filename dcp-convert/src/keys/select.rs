@@ -6,11 +6,12 @@ use std::sync::Arc;
 use dcp_core::CheckpointMetadata;
 use dcp_core::path::{PathItem, StatePath};
 use dcp_core::text::{Quoted, beginning};
+use dcp_formats::UniqueMap;
 use dcp_planner::KeyFilter;
 use indexmap::IndexMap;
 
 use crate::error::ConvertError;
-use crate::keys::part::{Parts, below};
+use crate::keys::part::{Parts, below, may_have_weights};
 use crate::keys::rename::{NAME_BYTES_MAX, Rename};
 use crate::keys::unmatched::{UnmatchedPattern, unmatched_patterns};
 
@@ -248,12 +249,38 @@ impl Selection {
         })
     }
 
-    /// The error of a selection that takes no key of `what`.
-    pub(crate) fn nothing(&self, names: &CheckpointMetadata, what: &str) -> ConvertError {
-        ConvertError::NothingSelected {
-            of: what.to_owned(),
-            unmatched: self.unmatched_filters(names),
-        }
+    /// Refuses a selection that takes no key of a checkpoint, or of a model nothing that may have
+    /// weights. The keys of the checkpoint are `names`; `chosen` are positions in `metadata`.
+    pub(crate) fn refuse_nothing(
+        &self,
+        names: &CheckpointMetadata,
+        chosen: &[Chosen],
+        metadata: &CheckpointMetadata,
+    ) -> Result<(), ConvertError> {
+        let of = if chosen.is_empty() && !names.is_empty() {
+            "the checkpoint"
+        } else if self.lacks_weights(names, chosen, metadata) {
+            "the weights of the checkpoint"
+        } else {
+            return Ok(());
+        };
+        let unmatched = self.unmatched_filters(names);
+        Err(ConvertError::NothingSelected { of: of.to_owned(), unmatched })
+    }
+
+    /// Whether a model is selected of a checkpoint with tensors, and nothing that may have weights.
+    fn lacks_weights(
+        &self,
+        names: &CheckpointMetadata,
+        chosen: &[Chosen],
+        metadata: &CheckpointMetadata,
+    ) -> bool {
+        let has_weights = |one: &Chosen| {
+            metadata.at(one.entry).is_some_and(|(fqn, entry)| may_have_weights(fqn, entry))
+        };
+        self.part == StatePart::Model
+            && !chosen.iter().any(has_weights)
+            && names.iter().any(|(_, entry)| entry.as_tensor().is_some())
     }
 }
 
@@ -342,7 +369,9 @@ pub(crate) fn list(all: &[&str]) -> String {
 pub fn parse_mapping(text: &str) -> Result<IndexMap<String, Option<String>>, ConvertError> {
     let bad = |problem: String| ConvertError::invalid_option("the mapping", problem);
     if text.trim_start().starts_with('{') {
-        return serde_json::from_str(text)
+        let names: Result<UniqueMap<Option<String>>, _> = serde_json::from_str(text);
+        return names
+            .map(|names| names.0)
             .map_err(|error| bad(format!("is no JSON object of names: {error}")));
     }
     let mut mapping = IndexMap::new();
@@ -437,5 +466,7 @@ mod tests {
         assert_eq!(names(&Selection::all().with_mapping(json), &state), ["b.w", "d"]);
         assert!(parse_mapping("a").is_err() && parse_mapping("a b\na c").is_err());
         assert!(parse_mapping(r#"{"a": 1}"#).is_err());
+        let twice = parse_mapping(r#"{"a": "b", "a": "c"}"#).unwrap_err().to_string();
+        assert!(twice.contains(r#""a" occurs twice"#), "{twice}");
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use dcp_core::metadata::{Entry, TensorEntry};
 use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Region};
 
+use super::quantized::{archive, archived_value};
 use super::scratch::{SCRATCH, invalid_region, pieces, unread};
 use crate::element::value_difference::first_difference;
 use crate::integrity::checked_source::CheckedSource;
@@ -49,7 +50,7 @@ impl Input {
 
 /// Describes the difference of the two entries of one name; `None` when they are equal. Compares
 /// tensors byte by byte, in bounded parts, and objects part by part as [`diff`](crate::diff())
-/// does. Quantized tensors are never equal, because an index does not have their scales.
+/// does. Quantized tensors are compared with their scales where one archive stores each.
 pub(super) async fn difference(
     a: &Input,
     b: &Input,
@@ -66,8 +67,7 @@ pub(super) async fn difference(
                 return Ok(Some(format!("{x} in one, {y} in the other")));
             }
             if x.dtype.is_quantized() {
-                let problem = "both are quantized, and their scales cannot be compared here";
-                return Ok(Some(problem.to_owned()));
+                return quantized_difference(a, b, fqn, (x, y)).await;
             }
             let region =
                 Region::full(x.shape.clone()).map_err(|error| invalid_region(fqn, error))?;
@@ -92,4 +92,21 @@ pub(super) async fn difference(
         }
         _ => Ok(Some("a tensor in one, an object in the other".to_owned())),
     }
+}
+
+/// Describes the difference of two quantized tensors, elements, scales and zero points.
+async fn quantized_difference(
+    a: &Input,
+    b: &Input,
+    fqn: &str,
+    (x, y): (&TensorEntry, &TensorEntry),
+) -> Result<Option<String>, CheckpointError> {
+    let Some((at_x, at_y)) = archive(&a.metadata, x).zip(archive(&b.metadata, y)) else {
+        let problem = "both are quantized, and one is not stored in one archive with its scales";
+        return Ok(Some(problem.to_owned()));
+    };
+    let x = archived_value(&a.source, &a.metadata, fqn, at_x).await?;
+    let y = archived_value(&b.source, &b.metadata, fqn, at_y).await?;
+    let found = first_difference(&x, &y, None);
+    Ok(found.map(|_| "their elements, scales or zero points differ".to_owned()))
 }

@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::metadata::{Entry, Layout, ObjectEntry, Placement, TensorEntry, WrappedTensor};
 use dcp_core::plan::LoadPlan;
@@ -12,6 +13,7 @@ use dcp_core::storage::StorageExt as _;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Storage, StorageReader};
 use dcp_formats::torch_object::decode_object;
 use dcp_formats::torch_zip::check_archive;
+use dcp_formats::without_transforms;
 
 use crate::error::ConvertError;
 use crate::integrity::checked_source::CheckedSource;
@@ -77,14 +79,13 @@ pub(crate) async fn with_quantizers(
     Ok(source.shown_by(Arc::new(reader)))
 }
 
-/// The placement of a tensor that one archive stores unchanged.
+/// The placement of a tensor that one archive stores, compressed or not.
 pub(crate) fn archive(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Option<Placement> {
     let chunk = tensor.chunks.get(0).filter(|_| tensor.chunks.len() == 1)?;
     let whole = chunk.sizes == &*tensor.shape && chunk.offsets.iter().all(|offset| *offset == 0);
     let placement = chunk.placement.filter(|at| whole && at.byte_len <= ARCHIVE_MAX)?;
-    let encoding = metadata.encoding(&placement)?;
-    let plain = encoding.layout == Layout::TorchArchive && encoding.transforms.is_empty();
-    plain.then_some(placement)
+    let is_archive = metadata.encoding(&placement)?.layout == Layout::TorchArchive;
+    is_archive.then_some(placement)
 }
 
 /// Reads the value of the tensor or object `fqn` from its archive, and compares all bytes of that
@@ -95,13 +96,15 @@ pub(crate) async fn archived_value(
     fqn: &str,
     placement: Placement,
 ) -> Result<dcp_core::Value, CheckpointError> {
-    let Some(key) = metadata.file(placement.file) else {
+    let place = metadata.file(placement.file).zip(metadata.encoding(&placement));
+    let Some((key, encoding)) = place else {
         return Err(FormatError::new("index", format!("{fqn:?} is in no file")).into());
     };
     let end = placement.byte_offset.saturating_add(placement.byte_len);
     let storage: &dyn Storage = &*source.storage;
-    let encoded = storage.read_range(key, placement.byte_offset..end).await?;
-    let value = check_archive(&encoded).and_then(|()| decode_object(&encoded));
+    let stored = storage.read_range(key, placement.byte_offset..end).await?;
+    let decoded = |encoded: Bytes| check_archive(&encoded).and_then(|()| decode_object(&encoded));
+    let value = without_transforms(stored, encoding).and_then(decoded);
     Ok(value.map_err(|error| {
         FormatError::new(error.what(), format!("{fqn:?}: {}", error.problem()))
             .at(error.byte_offset().unwrap_or(0))

@@ -26,9 +26,7 @@ impl Selection {
         }
         let (metadata, names) = (source.metadata().await?, source.names().await?);
         let chosen = self.in_source(source).await?;
-        if chosen.is_empty() && !names.is_empty() {
-            return Err(self.nothing(&names, "the checkpoint"));
-        }
+        self.refuse_nothing(&names, &chosen, &metadata)?;
         let mut values = self.renamed_params(source, &metadata, &chosen).await?;
         let mut view = Assembled::builder(std::slice::from_ref(source), job).await?;
         let kept = kept(source, &metadata, &chosen, &values);

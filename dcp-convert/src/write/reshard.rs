@@ -25,7 +25,7 @@ use crate::read::objects::{ObjectBatches, object_entries};
 use crate::read::tensor_read::TensorReader;
 use crate::source::Source;
 use crate::view::with_quantizers;
-use crate::write::division::{Division, FirstAxis, Owner};
+use crate::write::division::{Division, FirstAxis, Owner, candidates};
 use crate::write::on_ranks::share_of;
 use crate::write::rank_writes::{NotWritten, begin, byte_lens, commit, write};
 use crate::write::stored_data_source::{CheckpointData, FirstRead, Part};
@@ -36,6 +36,12 @@ const MADE_AGAIN: usize = 1 << 20;
 /// Objects with up to this many encoded bytes stay in memory until they are written.
 const KEPT_BYTES: usize = 64 << 10;
 
+/// Chunks that are planned with any memory.
+const CHUNKS_ALWAYS: u64 = 1 << 20;
+/// Bytes of the memory of a job for each chunk that is planned beyond those. A chunk takes more than
+/// these while it is planned: the index is not counted in that memory.
+const PLANNED_PER_BYTE: u64 = 32;
+
 /// The first bytes of a `torch.save` archive.
 const ARCHIVE: &[u8] = b"PK\x03\x04";
 
@@ -45,20 +51,30 @@ pub const MAX_RANKS: u32 = 1 << 16;
 /// Rewrites the checkpoint as `ranks` ranks would save it. Every tensor is divided along its first
 /// axis as FSDP2 does, or along its longest axis if the first is shorter than the number of ranks.
 /// Tensors with fewer elements than ranks stay whole, and objects keep their bytes. Memory is
-/// bounded. Chunks whose parts cannot be compared with their checksums on the way are read again
+/// bounded, and so is the number of chunks, by [`JobOptions::max_memory`]. Chunks whose parts cannot be compared with their checksums on the way are read again
 /// before the commit, so the new checkpoint never contains damaged data. The processes of a
 /// [group](JobOptions::group) divide the new files among them, and rank 0 commits.
 ///
 /// # Errors
 ///
-/// As [`divide`].
+/// As [`divide`]; [`ConvertError::TooLarge`] for more chunks than are planned in a bounded memory.
 pub async fn reshard(
     source: &Source,
     writer: &dyn StorageWriter,
     ranks: u32,
     options: &JobOptions,
 ) -> Result<ConversionReport, ConvertError> {
-    divide(source, writer, &FirstAxis { ranks }, options).await
+    let division = FirstAxis { ranks };
+    let chunks = division.chunk_count(&*source.metadata().await?)?;
+    let limit = (options.max_memory / PLANNED_PER_BYTE).max(CHUNKS_ALWAYS);
+    if chunks > limit {
+        return Err(ConvertError::TooLarge {
+            what: format!("a checkpoint of {chunks} chunks, as {ranks} ranks write it,"),
+            limit: format!("{limit} chunks, which are planned with this --max-memory"),
+            instead: "write it for fewer ranks, or raise --max-memory",
+        });
+    }
+    divide(source, writer, &division, options).await
 }
 
 /// Rewrites the checkpoint as the ranks of `division` would save it. [`reshard`] is this with the
@@ -270,15 +286,14 @@ impl<'a> Job<'a> {
                     let Some((part, byte_len)) = self.objects.get(&index) else { continue };
                     let holders = match division.object(&fqn) {
                         Owner::Nobody => continue,
-                        Owner::Anybody => ranks.iter_mut(),
-                        Owner::Rank(rank) => {
-                            let at = rank as usize;
-                            let one = ranks.get_mut(at..at.saturating_add(1));
-                            one.ok_or_else(|| no_such_rank(&fqn, rank))?.iter_mut()
-                        }
+                        Owner::Anybody => candidates(&fqn, division.ranks()).collect(),
+                        Owner::Rank(rank) => vec![rank],
                     };
                     let key = PlanKey { fqn, path, tensor: None };
                     for rank in holders {
+                        let Some(rank) = ranks.get_mut(rank as usize) else {
+                            return Err(no_such_rank(&key.fqn, rank));
+                        };
                         let at = rank.key(index, &key);
                         rank.plan.push_object(at, *byte_len)?;
                         rank.parts.push(part.clone());

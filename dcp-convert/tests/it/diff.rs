@@ -7,10 +7,11 @@ use dcp_conformance::MemoryStorage;
 use dcp_convert::element::Tolerance;
 use dcp_convert::jobs::diff::{Described, DiffOptions, DiffReport, DifferenceKind};
 use dcp_convert::keys::{Rename, StatePart};
+use dcp_convert::view::{Duplicates, Merged};
 use dcp_convert::{JobOptions, Selection, Source, diff, reshard};
 use dcp_core::storage::{PutMode, StorageExt};
 use dcp_core::{DType, Storage};
-use dcp_formats::dcp::DcpWriter;
+use dcp_formats::dcp::{DcpWriter, Zstd};
 use dcp_formats::safetensors::{SafetensorsItem, encode_header};
 use dcp_planner::KeyFilter;
 use dcp_testing::key;
@@ -323,14 +324,30 @@ fn with_scale(scale: f64) -> Arc<dyn Storage> {
 fn a_scale_is_compared() {
     let source = |scale| Source::dcp(with_scale(scale), false);
     let options = JobOptions::default();
-    let compare = |scale| {
-        let what = DiffOptions::default();
-        block_on(diff(&source(0.1), &source(scale), &what, &options)).unwrap()
+    let compressed = |scale| {
+        let target: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let writer = DcpWriter::builder(Arc::clone(&target)).zstd(Zstd::new()).build();
+        block_on(reshard(&source(scale), &writer, 2, &options)).unwrap();
+        Source::dcp(target, false)
     };
-    assert!(compare(0.1).equal);
-    let report = compare(0.2);
-    assert!(!report.equal);
-    let [difference] = &*report.differences else { panic!("{report:?}") };
-    let DifferenceKind::Object { a, b, .. } = &difference.what else { panic!("{report:?}") };
-    assert_eq!((a, b), (&json!(0.1), &json!(0.2)));
+    let what = DiffOptions::default();
+    for (a, b) in [(source(0.1), source(0.2)), (compressed(0.1), compressed(0.2))] {
+        let same = source(0.1);
+        assert!(block_on(diff(&a, &same, &what, &options)).unwrap().equal);
+        let report = block_on(diff(&a, &b, &what, &options)).unwrap();
+        assert!(!report.equal);
+        let [difference] = &*report.differences else { panic!("{report:?}") };
+        let DifferenceKind::Object { a: first, b: second, .. } = &difference.what else {
+            panic!("{report:?}")
+        };
+        assert_eq!((first, second), (&json!(0.1), &json!(0.2)));
+        // What differs in a scale alone is not the same in both.
+        let merge = |other: &Source| {
+            let both = [a.clone(), other.clone()];
+            block_on(Merged::apply(&both, Duplicates::Identical, &options)).map(drop)
+        };
+        merge(&same).unwrap();
+        let error = merge(&b).unwrap_err().to_string();
+        assert!(error.contains("elements, scales or zero points differ"), "{error}");
+    }
 }

@@ -24,6 +24,8 @@ use dcp_core::{
 use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
+pub use transform::without_transforms;
+
 use blobs::{Blob, Content, group};
 pub(crate) use direct::KnownArchives;
 use direct::{Requests, execute, prepare};

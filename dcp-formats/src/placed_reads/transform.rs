@@ -2,7 +2,25 @@
 
 use std::borrow::Cow;
 
+use bytes::Bytes;
 use dcp_core::FormatError;
+use dcp_core::metadata::Encoding;
+
+use crate::expansion::ItemKind;
+
+/// The bytes of an object's archive before the transforms of its encoding, such as `stream.zstd`.
+///
+/// # Errors
+///
+/// When a transform is unknown, the bytes are damaged, or they expand further than any writer
+/// compresses an object.
+pub fn without_transforms(stored: Bytes, encoding: &Encoding) -> Result<Bytes, FormatError> {
+    let limit = ItemKind::Object.expanded_max(stored.len() as u64, 0);
+    Ok(match undo(&stored, &encoding.transforms, limit)? {
+        Cow::Borrowed(_) => stored.clone(),
+        Cow::Owned(bytes) => bytes.into(),
+    })
+}
 
 /// Reverses `transforms`, which are in PyTorch's list order.
 ///

@@ -55,9 +55,7 @@ pub async fn stats(
     let metadata = source.metadata().await?;
     refuse_unsound(&metadata)?;
     let (chosen, names) = (selection.in_source(&source).await?, source.names().await?);
-    if chosen.is_empty() && !names.is_empty() {
-        return Err(selection.nothing(&names, "the checkpoint"));
-    }
+    selection.refuse_nothing(&names, &chosen, &metadata)?;
     let mut tensors = tensors(&metadata, &chosen);
     let segment_bytes = options.segment_bytes(2 * options.parallelism);
     let total = tensors.values().map(|tensor| tensor.byte_len).fold(0, u64::saturating_add);

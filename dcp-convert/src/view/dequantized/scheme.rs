@@ -19,18 +19,21 @@ pub(super) fn refuse_unread(
 ) -> Result<(), ConvertError> {
     const READ: &str = "8-bit floats with weight_scale_inv, MXFP4 with _blocks and _scales, and classes \
                         of torchao become plain numbers";
+    const REMEDY: &str = "leave the option out to keep the weights as they are, or save them as plain \
+                          numbers with the library that quantized them";
     let exact = exact_tensors(&view.metadata);
     let of = method.map_or_else(String::new, |method| format!(" of {method}"));
     if let Some(scales) = exact.scales() {
-        let problem =
-            format!("has scales of a quantization{of} that --dequantize does not read: {READ}");
+        let problem = format!(
+            "has scales of a quantization{of} that --dequantize does not read: {READ}; {REMEDY}"
+        );
         return Err(ConvertError::not_storable(scales, problem));
     }
     if unwraps || view.entries.iter().any(|shown| shown.weight.is_some()) {
         return Ok(());
     }
     let problem = match method {
-        Some(method) => format!("does not read the quantization {method}: {READ}"),
+        Some(method) => format!("does not read the quantization {method}: {READ}; {REMEDY}"),
         None => format!("finds nothing quantized: {READ}"),
     };
     Err(ConvertError::invalid_option("--dequantize", problem))

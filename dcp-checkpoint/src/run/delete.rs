@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use dcp_core::error::error_chain;
-use dcp_core::format::{FormatRegistry, Listing, Place};
+use dcp_core::format::{FormatRegistry, Listing, ListingEntry, Place};
 use dcp_core::storage::{Claim, FolderEntry, ObjectMeta, StorageExt as _};
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, TryStreamExt as _};
@@ -13,10 +13,13 @@ use futures_util::{StreamExt as _, TryStreamExt as _};
 use super::protect::examine_files;
 use super::retention::duration_text;
 use super::sidecar::{DELETING, Mark, PIN, mark_deleting};
+use crate::held_target::CLAIMED;
 use crate::index_files::{classify, is_whole, removal_order, split_indices};
 
 /// Files of one request.
 const BATCH: usize = 1000;
+/// Folders in a checkpoint that are claimed, besides its own; each claim keeps a file open.
+const CLAIMS_MAX: usize = 64;
 
 /// Why a folder is deleted, which decides what is looked at before.
 #[derive(Clone, Copy, Debug)]
@@ -260,12 +263,20 @@ impl Deletion<'_> {
         let Some(folder) = root.folder(name) else { return Ok(Vec::new()) };
         let formats = self.formats.formats().iter();
         let formats = formats.filter(|format| format.recognize(&folder).is_some());
-        let names: BTreeSet<_> = formats.flat_map(|format| format.info().landmarks).collect();
+        let landmarks = formats.flat_map(|format| format.info().landmarks);
+        let mut names: BTreeSet<_> = landmarks.map(|name| (*name).to_owned()).collect();
+        // A save that has no landmark yet, whatever its format, holds this one.
+        let inner = folder.entries().filter_map(|entry| match entry {
+            ListingEntry::Folder(inner) => Some(format!("{}/{CLAIMED}", inner.name())),
+            _ => None,
+        });
+        names.extend(inner.take(CLAIMS_MAX));
+        names.insert(CLAIMED.to_owned());
         let mut held = Vec::new();
         for landmark in names {
             let is_there =
                 landmark.rsplit_once('/').is_none_or(|(parent, _)| folder.folder(parent).is_some());
-            if let (true, Some(key)) = (is_there, folder.key(landmark)) {
+            if let (true, Some(key)) = (is_there, folder.key(&landmark)) {
                 held.push(self.storage.claim(&key).await?);
             }
         }

@@ -6,16 +6,18 @@ use std::time::UNIX_EPOCH;
 
 use dcp_convert::list_run;
 use dcp_convert::open::RunEntry;
+use dcp_core::error::error_chain;
 use dcp_core::format::{Listing, Place};
 use dcp_core::storage::{FolderEntry, ObjectMeta};
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt, TryStreamExt, stream};
 
-use super::lightning::{LIGHTNING_STATE, LIGHTNING_STATE_BYTES_MAX, LightningState};
-use super::links::{Links, links};
+use super::lightning::{LIGHTNING_STATE, LightningState};
+use super::links::{Links, Special, links};
+use super::notes::{Best, Note, Notes};
 use super::order::StepOrder;
-use super::recorded::{TRAINER_STATE, TRAINER_STATE_BYTES_MAX, TrainerState};
-use super::sidecar::{Sidecars, names_folder, read_at_most};
+use super::recorded::{TRAINER_STATE, TrainerState};
+use super::sidecar::{Sidecars, names_folder, read_at_most, read_state};
 use super::{Run, RunStep, StepNaming};
 
 /// The longest file that names a checkpoint of the run, in bytes.
@@ -30,6 +32,8 @@ pub(super) struct Look {
     pub(super) steps: Vec<Seen>,
     /// Names of files and folders that are no checkpoints of steps.
     pub(super) others: Vec<String>,
+    /// What trainers have noted of the best checkpoints.
+    pub(super) notes: Notes,
 }
 
 /// A checkpoint of a run, and what it needs of others.
@@ -63,19 +67,36 @@ impl Run {
         }
         let tracked = self.tracked(storage, files.clone()).await?;
         let mut pointers = pointers(&**storage, &files).await?;
-        pointers.extend(noted_by_others(&**storage, &folders).await?);
         let mut links = match storage.capabilities().complete_listing {
             true => Links::default(),
             false => links(&self.url).await?,
         };
+        let mut notes =
+            Notes { all: notes(&**storage, &files, &folders).await?, ..Notes::default() };
+        let noted = |path: &str| notes.all.iter().any(|note| note.file == path);
+        let is_of_run = |special: &&Special| {
+            let folder = special.path.split_once('/').map_or("", |(folder, _)| folder);
+            StepNaming::step_of(folder).is_none() && !noted(&special.path)
+        };
+        let special: Vec<_> = links.special.iter().filter(is_of_run).map(special_note).collect();
+        notes.all.extend(special);
+        for note in &notes.all {
+            if let Best::Paths(paths) = &note.best {
+                pointers.extend(paths.iter().map(|best| Pointer::file(&note.file, best.clone())));
+            }
+        }
         pointers.extend(links.run.drain(..).map(Pointer::link));
         pointers.extend(links.texts.drain(..).map(|(name, text)| Pointer::file(&name, text)));
-        let entries: BTreeMap<_, _> = listing
+        let (steps_of_run, others): (Vec<_>, Vec<_>) = listing
             .entries
             .into_iter()
-            .filter(|entry| !entry.kind.is_file() && folders.contains(&entry.name))
-            .map(|entry| (entry.name.clone(), entry))
-            .collect();
+            .partition(|entry| !entry.kind.is_file() && folders.contains(&entry.name));
+        let of_no_step = steps_of_run.iter().chain(&others);
+        let of_no_step = of_no_step.filter(|entry| StepNaming::step_of(&entry.name).is_none());
+        notes.others = of_no_step.map(|entry| (entry.name.clone(), entry.complete)).collect();
+        let entries: BTreeMap<_, _> =
+            steps_of_run.into_iter().map(|entry| (entry.name.clone(), entry)).collect();
+        let special = &*links.special;
         let named = folders.iter().filter_map(|name| Some((name, StepNaming::step_of(name)?)));
         let read = named.map(|(name, step)| {
             let entry = entries.get(name);
@@ -85,33 +106,42 @@ impl Run {
             let linked = links.steps.get(name).cloned().unwrap_or_default();
             let empty = links.empty.get(name).copied();
             async move {
-                let mut sidecars = Sidecars::read(&**storage, &Key::new(name)?, step).await?;
+                let mut sidecars =
+                    Sidecars::read(&**storage, &Key::new(name)?, step, special).await?;
                 if let Some(changed) = empty {
                     sidecars.modified = changed;
                 }
+                let notes = std::mem::take(&mut sidecars.notes);
                 let seen = seen(name, step, entry, sidecars, is_tracked, empty.is_some());
-                Ok::<_, StorageError>(seen.map(|mut seen| {
+                let seen = seen.map(|mut seen| {
+                    seen.best = best_of(&notes);
                     seen.step.named_by = named_by;
                     seen.linked = linked;
                     seen
-                }))
+                });
+                Ok::<_, StorageError>((seen, notes))
             }
         });
         let parallelism = usize::from(storage.capabilities().parallelism.clamp(1, 16));
         let read: Vec<_> = read.collect();
         let found = stream::iter(read).buffer_unordered(parallelism).try_collect::<Vec<_>>();
-        let mut steps: Vec<_> = found.await?.into_iter().flatten().collect();
+        let (steps, of_steps): (Vec<_>, Vec<_>) = found.await?.into_iter().unzip();
+        notes.all.extend(of_steps.into_iter().flatten());
+        let mut steps: Vec<_> = steps.into_iter().flatten().collect();
         steps.sort_by(|a, b| {
             let key = |one: &Seen| (one.step.step, one.step.modified, one.step.name.clone());
             StepOrder::Step.compare(key(a), key(b))
         });
         let is_step = |name: &str| steps.iter().any(|one| one.step.name == name);
-        let is_pointer = |name: &str| pointers.iter().any(|pointer| pointer.file == name);
+        let is_pointer = |name: &str| {
+            let is_note = notes.all.iter().any(|note| note.file == name);
+            is_note || pointers.iter().any(|pointer| pointer.file == name)
+        };
         let files = files.iter().map(|file| file.key.file_name());
         let others = folders.iter().map(String::as_str).filter(|name| !is_step(name));
         let others = others.chain(files.filter(|name| !is_pointer(name)));
         let others = others.map(ToOwned::to_owned).collect();
-        Ok(Look { steps, others })
+        Ok(Look { steps, others, notes })
     }
 
     /// The folder that the tracker of the run names.
@@ -184,35 +214,80 @@ async fn pointers(
             found.push(Pointer::file(file.key.file_name(), text.to_owned()));
         }
     }
-    let state = files.iter().find(|file| file.key.file_name() == TRAINER_STATE).cloned();
-    if let Some(json) = read_at_most(storage, state, TRAINER_STATE_BYTES_MAX).await? {
-        let state = TrainerState::parse(&json, None).unwrap_or_default();
-        let text = state.best_checkpoint.unwrap_or_default();
-        found.push(Pointer::file(TRAINER_STATE, text));
+    Ok(found)
+}
+
+/// Whether a file or folder of that name is the last checkpoint of Lightning.
+pub(super) fn is_last(name: &str) -> bool {
+    name.starts_with("last") && name.ends_with(".ckpt")
+}
+
+/// The notes of trainers that belong to no step: the state of the trainer of transformers in the folder of
+/// the run, and that of Lightning in `last.ckpt` and in folders such as `best`.
+async fn notes(
+    storage: &dyn Storage,
+    files: &[ObjectMeta],
+    folders: &BTreeSet<String>,
+) -> Result<Vec<Note>, StorageError> {
+    let mut found = Vec::new();
+    let note = |file: &ObjectMeta, step, best| {
+        let (file, written) = (file.key.to_string(), file.modified);
+        Note { file, of_step: None, step, written, best }
+    };
+    if let Some(file) = files.iter().find(|file| file.key.file_name() == TRAINER_STATE) {
+        let read = |json: Vec<u8>| TrainerState::parse(&json, None);
+        found.push(match read_state(storage, file, read).await? {
+            Ok(state) => note(file, state.step, state.best_checkpoint.into_best()),
+            Err(problem) => note(file, None, Best::Unclear(problem)),
+        });
+    }
+    let mut states: Vec<_> =
+        files.iter().filter(|file| is_last(file.key.file_name())).cloned().collect();
+    let others =
+        folders.iter().filter(|name| is_pointer(name) && StepNaming::step_of(name).is_none());
+    for name in others {
+        let key = Key::new(format!("{name}/{LIGHTNING_STATE}"))?;
+        match storage.stat(&key).await {
+            Ok(meta) => states.push(meta),
+            Err(error) if error.kind() == StorageErrorKind::NotFound => {}
+            Err(error) if error.is_retryable() => return Err(error),
+            Err(error) => {
+                let problem = format!("cannot be read: {}", error_chain(&error));
+                found.push(note(&ObjectMeta::new(key, 0), None, Best::Unclear(problem)));
+            }
+        }
+    }
+    for (at, file) in states.iter().enumerate() {
+        if at >= POINTERS_MAX {
+            let count = states.len();
+            let problem =
+                format!("is one of {count} such files, of which dcp reads {POINTERS_MAX}");
+            found.push(note(file, None, Best::Unclear(problem)));
+            break;
+        }
+        let name = file.key.as_str().split('/').next().unwrap_or_default();
+        let read = |state| LightningState::parse(state, name);
+        found.push(match read_state(storage, file, read).await? {
+            Ok(state) => note(file, state.step, state.best),
+            Err(problem) => note(file, None, Best::Unclear(problem)),
+        });
     }
     Ok(found)
 }
 
-/// The best checkpoints by the state of Lightning in folders such as `last.ckpt`, which are no steps.
-async fn noted_by_others(
-    storage: &dyn Storage,
-    folders: &BTreeSet<String>,
-) -> Result<Vec<Pointer>, StorageError> {
-    let mut found = Vec::new();
-    let others =
-        folders.iter().filter(|name| is_pointer(name) && StepNaming::step_of(name).is_none());
-    for name in others.take(POINTERS_MAX) {
-        let file = format!("{name}/{LIGHTNING_STATE}");
-        let meta = match storage.stat(&Key::new(&file)?).await {
-            Ok(meta) => meta,
-            Err(error) if error.kind() == StorageErrorKind::NotFound => continue,
-            Err(error) => return Err(error),
-        };
-        let state = read_at_most(storage, Some(meta), LIGHTNING_STATE_BYTES_MAX).await?;
-        let state = state.and_then(|state| LightningState::parse(state, name)).unwrap_or_default();
-        found.extend(state.best.into_iter().map(|best| Pointer::file(&file, best)));
-    }
-    Ok(found)
+/// The note of an entry that is no regular file, whose content is unknown.
+fn special_note(Special { path, what }: &Special) -> Note {
+    let best = Best::Unclear((*what).to_owned());
+    Note { file: path.clone(), of_step: None, step: None, written: None, best }
+}
+
+/// The paths in the notes of one step.
+fn best_of(notes: &[Note]) -> Vec<String> {
+    let paths = notes.iter().filter_map(|note| match &note.best {
+        Best::Paths(paths) => Some(paths.iter().cloned()),
+        Best::Unclear(_) => None,
+    });
+    paths.flatten().collect()
 }
 
 /// A folder with the name of a step; `None` where it is neither a checkpoint nor the rest of one.
@@ -224,8 +299,7 @@ fn seen(
     tracked: bool,
     is_empty: bool,
 ) -> Option<Seen> {
-    let Sidecars { pinned, deleting, saved_again, metrics, best, modified, identity, .. } =
-        sidecars;
+    let Sidecars { pinned, deleting, saved_again, metrics, modified, identity, .. } = sidecars;
     let mut complete = match entry {
         Some(entry) => entry.complete,
         None => Some(false),
@@ -242,9 +316,9 @@ fn seen(
     if complete == Some(true) && StepNaming::is_temporary(name) {
         complete = Some(false);
         problem = Some("it was never renamed to its final name".to_owned());
-    } else if let (Some(true), Some(file)) = (complete, sidecars.unreadable_state) {
+    } else if let (Some(true), Some(unreadable)) = (complete, sidecars.unreadable_state) {
         complete = None;
-        problem = Some(format!("its {file} cannot be read"));
+        problem = Some(unreadable);
     }
     if deleting {
         complete = Some(false);
@@ -270,5 +344,5 @@ fn seen(
         deleting,
     };
     let state_files = sidecars.state_files;
-    Some(Seen { step, best, linked: BTreeSet::new(), identity, state_files })
+    Some(Seen { step, best: Vec::new(), linked: BTreeSet::new(), identity, state_files })
 }

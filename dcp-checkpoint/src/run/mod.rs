@@ -9,6 +9,7 @@ mod delete;
 mod lightning;
 mod links;
 mod look;
+mod notes;
 mod order;
 mod protect;
 mod prune;

@@ -21,7 +21,11 @@ pub enum StepOrder {
 
 impl StepOrder {
     /// Compares two checkpoints by step, time in any unit, and name.
-    pub(super) fn compare<T: Ord, N: Ord>(self, one: (u64, T, N), other: (u64, T, N)) -> Ordering {
+    pub(super) fn compare<S: Ord, T: Ord, N: Ord>(
+        self,
+        one: (S, T, N),
+        other: (S, T, N),
+    ) -> Ordering {
         let ((a, at, a_name), (b, bt, b_name)) = (one, other);
         let (steps, times) = (a.cmp(&b), at.cmp(&bt));
         let first = match self {

@@ -8,10 +8,12 @@ use dcp_convert::open::examine_checkpoint;
 use dcp_core::error::error_chain;
 use dcp_core::format::{Examined, FormatRegistry, Listing, Place};
 use dcp_core::storage::ObjectMeta;
+use dcp_core::text::Quoted;
 use dcp_core::{Key, Storage, StorageError};
 use futures_util::{StreamExt, TryStreamExt, stream};
 
 use super::look::{Look, Seen};
+use super::notes::Note;
 use super::order::{StepOrder, describe, disagreement};
 use super::prune::PrunePlan;
 use super::retention::{Decision, Retention};
@@ -165,6 +167,34 @@ pub(super) fn refuse(
             )),
             None => Ok(()),
         },
+    }
+}
+
+/// Keeps the best checkpoint by the newest notes of the trainer, and all complete ones where the newest
+/// note does not say which one that is.
+pub(super) fn keep_best(look: &Look, plan: &mut PrunePlan, by: Option<StepOrder>) {
+    let unclear = look.notes.unclear(&look.steps, by);
+    let newest = look.notes.newest();
+    let doomed = plan.steps.iter_mut().filter(|one| one.decision.delete);
+    let mut holds = false;
+    for one in doomed.filter(|one| one.step.is_complete()) {
+        let names = |paths: &[String]| paths.iter().any(|path| names_folder(path, &one.step.name));
+        let is_of =
+            |(note, paths): &&(&Note, &[String])| note.is_of(&one.step.name) && !paths.is_empty();
+        if let Some((note, _)) = newest.iter().find(|(_, paths)| names(paths)) {
+            let named_by = Quoted(note.of_step.as_ref().unwrap_or(&note.file));
+            one.decision = Decision::keep(format!("{named_by} names it as the best"));
+        } else if let Some((note, _)) = newest.iter().find(is_of) {
+            // Without it, the next deletion does not know the best one.
+            let file = Quoted(&note.file);
+            one.decision = Decision::keep(format!("{file} is the newest that names the best one"));
+        } else if let Some(problem) = unclear.first() {
+            one.decision = Decision::keep(format!("it may be the best one: {problem}"));
+            holds = true;
+        }
+    }
+    if holds {
+        plan.unclear_notes = unclear;
     }
 }
 

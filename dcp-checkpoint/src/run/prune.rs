@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::delete::{Deletion, Doomed, Gone, Outcome};
 use super::look::{Look, Seen};
 use super::order::StepOrder;
-use super::protect::{compare_with_older, examine, keep_needed, refuse};
+use super::protect::{compare_with_older, examine, keep_best, keep_needed, refuse};
 use super::retention::{Decision, Retention, decide_by, duration_text};
 use super::{Run, RunStep, SkippedStep};
 use crate::error::{Error, ErrorKind, Reasons};
@@ -38,6 +38,7 @@ impl Run {
 ///
 /// The newest complete checkpoint, pinned ones, those that a file or link of the run names and those that
 /// a kept one needs stay, whatever the policy; so do files, and folders that are not named after a step.
+/// Where the newest note of a trainer about its best checkpoint cannot be read, all complete ones stay.
 /// Before anything is deleted, every complete checkpoint is looked at by itself, and counts as incomplete
 /// where its format finds a problem. A deletion removes the files
 /// that make a checkpoint visible first, in the opposite order of a save, then all others in its folder. Links
@@ -67,6 +68,9 @@ pub struct PrunePlan {
     pub not_deleted: Vec<NotDeleted>,
     /// Names of files and folders of the run that are no checkpoints of steps, and stay.
     pub others: Vec<String>,
+    /// Why no complete checkpoint is deleted that the policy does not keep: files of a trainer that may
+    /// name it as the best, each as a clause with what is wrong with the file.
+    pub unclear_notes: Vec<String>,
 }
 
 /// A temporary file or an open upload of a dead writer.
@@ -293,7 +297,9 @@ impl Prune {
             None => facts.iter().map(|_| Decision::keep("no policy")).collect(),
         };
         for (step, decision) in steps.clone().zip(&mut decisions) {
-            if step.complete == Some(false) {
+            if step.pinned {
+                *decision = Decision::keep("pinned");
+            } else if step.complete == Some(false) {
                 *decision = self.about_incomplete(step, any_complete, now);
             } else if step.complete.is_none() {
                 *decision = Decision::keep("whether it is complete is unknown");
@@ -302,14 +308,12 @@ impl Prune {
         let planned = steps.cloned().zip(decisions);
         let steps = planned.map(|(step, decision)| Planned { step, decision }).collect();
         let mut plan = PrunePlan { steps, others: look.others.clone(), ..PrunePlan::default() };
+        keep_best(look, &mut plan, self.by);
         keep_needed(look, &mut plan);
         plan
     }
 
     fn about_incomplete(&self, step: &RunStep, any_complete: bool, now: SystemTime) -> Decision {
-        if step.pinned {
-            return Decision::keep("pinned");
-        }
         if step.deleting {
             return Decision::delete("its deletion did not end");
         }

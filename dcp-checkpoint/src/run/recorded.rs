@@ -6,9 +6,10 @@ use std::fmt;
 
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::Value as Json;
 
-/// The longest `trainer_state.json` that is read, in bytes. It has an entry for each logged step.
-pub(super) const TRAINER_STATE_BYTES_MAX: u64 = 16 << 20;
+use super::notes::Best;
+
 /// The state of the trainer of transformers, in the folder of a checkpoint and of the run.
 pub(super) const TRAINER_STATE: &str = "trainer_state.json";
 /// Metrics of one checkpoint that are kept.
@@ -47,13 +48,13 @@ pub(super) fn as_json(bytes: &[u8]) -> Cow<'_, [u8]> {
 }
 
 /// The numbers of `.dcp-metrics.json`. Values that are no finite numbers are left out, as unknown ones.
-/// A file that cannot be parsed has none.
-pub(super) fn own_metrics(bytes: &[u8]) -> BTreeMap<String, f64> {
+/// `None` for a file that cannot be parsed.
+pub(super) fn own_metrics(bytes: &[u8]) -> Option<BTreeMap<String, f64>> {
     #[derive(Deserialize)]
     struct File {
         metrics: Entry,
     }
-    serde_json::from_slice::<File>(&as_json(bytes)).map(|file| file.metrics.0).unwrap_or_default()
+    serde_json::from_slice::<File>(&as_json(bytes)).map(|file| file.metrics.0).ok()
 }
 
 /// The facts of `trainer_state.json` of transformers that decide what is kept.
@@ -64,7 +65,42 @@ pub(super) struct TrainerState {
     /// The value of the metric that decides which one is the best.
     pub(super) best_metric: Option<f64>,
     /// The path of the best checkpoint.
-    pub(super) best_checkpoint: Option<String>,
+    pub(super) best_checkpoint: BestPath,
+    /// The training step.
+    pub(super) step: Option<u64>,
+}
+
+/// The value of `best_model_checkpoint`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) enum BestPath {
+    /// The trainer has no best checkpoint: `null`, or no entry.
+    #[default]
+    None,
+    /// A path.
+    Path(String),
+    /// Neither.
+    Other,
+}
+
+impl BestPath {
+    /// What the file says about the best checkpoint.
+    pub(super) fn into_best(self) -> Best {
+        match self {
+            Self::None => Best::Paths(Vec::new()),
+            Self::Path(path) => Best::Paths(vec![path]),
+            Self::Other => {
+                Best::Unclear("has a best_model_checkpoint that is no string".to_owned())
+            }
+        }
+    }
+
+    /// The path, if there is one.
+    pub(super) fn path(&self) -> Option<&str> {
+        match self {
+            Self::Path(path) => Some(path),
+            _ => None,
+        }
+    }
 }
 
 impl TrainerState {
@@ -184,7 +220,20 @@ impl<'de> Visitor<'de> for StateSeed {
         while let Some(name) = map.next_key::<Cow<'de, str>>()? {
             match &*name {
                 "best_metric" => state.best_metric = map.next_value::<Number>()?.0,
-                "best_model_checkpoint" => state.best_checkpoint = map.next_value()?,
+                "best_model_checkpoint" => {
+                    state.best_checkpoint = match map.next_value()? {
+                        Json::Null => BestPath::None,
+                        Json::String(path) if path.is_empty() => BestPath::None,
+                        Json::String(path) => BestPath::Path(path),
+                        _ => BestPath::Other,
+                    }
+                }
+                "global_step" => {
+                    let step = map.next_value::<Number>()?.0.filter(|step| *step >= 0.0);
+                    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+                    let whole = step.map(|step| step as u64);
+                    state.step = whole;
+                }
                 "log_history" => {
                     state.metrics = map.next_value_seed(LogSeed { step: self.step })?
                 }
@@ -252,10 +301,11 @@ mod tests {
     #[test]
     fn one_value_that_is_no_number_takes_no_other_away() {
         let metrics =
-            own_metrics(br#"{"metrics": {"acc": 0.5, "loss": NaN, "n": 3, "s": "x", "d": [1]}}"#);
+            own_metrics(br#"{"metrics": {"acc": 0.5, "loss": NaN, "n": 3, "s": "x", "d": [1]}}"#)
+                .unwrap();
         let known: Vec<_> = metrics.iter().map(|(name, value)| (name.as_str(), *value)).collect();
         assert_eq!(known, [("acc", 0.5), ("n", 3.0)]);
-        assert!(own_metrics(b"{\"metrics\": [[[").is_empty());
+        assert_eq!(own_metrics(b"{\"metrics\": [[["), None);
     }
 
     #[test]
@@ -272,7 +322,7 @@ mod tests {
         let known: Vec<_> = read.metrics.keys().map(String::as_str).collect();
         assert_eq!(known, ["epoch", "eval_loss", "loss"]);
         assert_eq!((read.metrics["loss"], read.best_metric), (1.5, Some(0.25)));
-        assert_eq!(read.best_checkpoint.as_deref(), Some("out/checkpoint-500"));
+        assert_eq!(read.best_checkpoint.path(), Some("out/checkpoint-500"));
         for hostile in [&b"[[[["[..], b"{\"log_history\": 3}", b"\xff", b""] {
             assert_eq!(TrainerState::parse(hostile, Some(1)), None);
         }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dcp_core::digest::fnv1a_64;
-use dcp_core::error::StorageOp;
+use dcp_core::error::{StorageOp, error_chain};
 use dcp_core::format::Listing;
 use dcp_core::storage::{ObjectMeta, PutMode, StorageExt as _};
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
@@ -12,8 +12,10 @@ use futures_util::TryStreamExt;
 use serde::{Deserialize, Serialize};
 
 use super::StepNaming;
-use super::lightning::{LIGHTNING_STATE, LIGHTNING_STATE_BYTES_MAX, LightningState};
-use super::recorded::{TRAINER_STATE, TRAINER_STATE_BYTES_MAX, TrainerState, own_metrics};
+use super::lightning::{LIGHTNING_STATE, LightningState};
+use super::links::Special;
+use super::notes::{Best, Note};
+use super::recorded::{TRAINER_STATE, TrainerState, own_metrics};
 
 /// A checkpoint with this file is pinned.
 pub(super) const PIN: &str = ".dcp-pin";
@@ -27,8 +29,8 @@ const PIN_TEXT: &str = "Retention policies and `dcp prune` keep this checkpoint.
 const MARK_BYTES_MAX: u64 = 64 << 10;
 /// Files of the state of Lightning in one folder that are read.
 const STATES_MAX: usize = 8;
-/// The longest file of metrics, in bytes.
-const METRICS_BYTES_MAX: u64 = 1 << 20;
+/// The longest state of a trainer that is read, in bytes: those of several checkpoints are read at once.
+pub(super) const STATE_BYTES_MAX: u64 = 16 << 20;
 
 /// What the small files of one checkpoint say.
 #[derive(Clone, Debug, Default)]
@@ -38,14 +40,14 @@ pub(super) struct Sidecars {
     /// Whether a save has written into the folder since its deletion began.
     pub(super) saved_again: bool,
     pub(super) metrics: BTreeMap<String, f64>,
-    /// The paths of the best checkpoints, as the trainer has noted them.
-    pub(super) best: Vec<String>,
+    /// What files of the trainer's state say about the best checkpoints.
+    pub(super) notes: Vec<Note>,
     /// The time of the newest file that is none of these.
     pub(super) modified: Option<SystemTime>,
     /// Identifies the files, on a file system.
     pub(super) identity: Option<u64>,
-    /// The file of the trainer's state that cannot be read, so that the best checkpoint is unknown.
-    pub(super) unreadable_state: Option<&'static str>,
+    /// Why the trainer's state cannot be read, so that a resume may fail.
+    pub(super) unreadable_state: Option<String>,
     /// The files of the trainer's state besides weights: paths with `#` in place of each number.
     pub(super) state_files: BTreeSet<String>,
 }
@@ -121,14 +123,16 @@ struct MetricsFile {
 
 impl Sidecars {
     /// Lists the folder of the checkpoint of a step, and reads what is recorded of it. Metrics that
-    /// cannot be parsed are unknown.
+    /// cannot be parsed are unknown. `special` are the entries of the run that are no regular files.
     pub(super) async fn read(
         storage: &dyn Storage,
         folder: &Key,
         step: u64,
+        special: &[Special],
     ) -> Result<Self, StorageError> {
         let mut found = Self::default();
         let (mut metrics, mut mark, mut state, mut lightning) = (None, None, None, Vec::new());
+        let mut states = 0;
         let mut files = Vec::new();
         let mut listed = storage.list(Some(folder));
         while let Some(meta) = listed.try_next().await? {
@@ -142,9 +146,12 @@ impl Sidecars {
                 name => {
                     if is_direct && name == TRAINER_STATE {
                         state = Some(meta.clone());
-                    } else if name == LIGHTNING_STATE && lightning.len() < STATES_MAX {
+                    } else if name == LIGHTNING_STATE {
                         // The name of a metric with a slash makes a folder in the folder of the step.
-                        lightning.push(meta.clone());
+                        states += 1;
+                        if states <= STATES_MAX {
+                            lightning.push(meta.clone());
+                        }
                     }
                     files.push(meta);
                 }
@@ -172,34 +179,75 @@ impl Sidecars {
             found.saved_again = files.iter().any(|file| mark.is_older_than(file));
             found.deleting = Some(mark);
         }
-        let has_state = state.is_some();
-        let state = read_at_most(storage, state, TRAINER_STATE_BYTES_MAX).await?;
-        let state = state.and_then(|json| TrainerState::parse(&json, Some(step)));
-        if has_state && state.is_none() {
-            found.unreadable_state = Some(TRAINER_STATE);
-        }
-        if let Some(state) = state {
-            found.metrics = state.metrics;
-            let is_best = |path: &String| names_folder(path, folder.file_name());
-            if let (true, Some(value)) =
-                (state.best_checkpoint.as_ref().is_some_and(is_best), state.best_metric)
-            {
-                found.metrics.insert("best_metric".to_owned(), value);
+        let path = folder.as_str();
+        let listed: BTreeSet<&str> = files.iter().map(|file| file.key.as_str()).collect();
+        let special = special.iter().filter(|entry| {
+            let below = entry.path.strip_prefix(path);
+            below.is_some_and(|below| below.starts_with('/')) && !listed.contains(&*entry.path)
+        });
+        let written = found.modified;
+        let note = |file: &str, best: Best| {
+            let of_step = Some(path.to_owned());
+            Note { file: file.to_owned(), of_step, step: Some(step), written, best }
+        };
+        let mut metrics_are_known = true;
+        for Special { path, what } in special {
+            match path.rsplit('/').next() {
+                Some(PIN) => found.pinned = true,
+                Some(METRICS) => metrics_are_known = false,
+                _ => {
+                    found.unreadable_state = Some(format!("its {path:?} {what}"));
+                    found.notes.push(note(path, Best::Unclear((*what).to_owned())));
+                }
             }
-            found.best.extend(state.best_checkpoint);
+        }
+        if states > STATES_MAX {
+            let problem = format!("is one of {states}, of which dcp reads {STATES_MAX}");
+            let file = format!("{path}/{LIGHTNING_STATE}");
+            found.notes.push(note(&file, Best::Unclear(problem)));
+        }
+        if let Some(file) = state {
+            let read = |json: Vec<u8>| TrainerState::parse(&json, Some(step));
+            let best = match read_state(storage, &file, read).await? {
+                Ok(state) => {
+                    found.metrics = state.metrics;
+                    let best = state.best_checkpoint.path();
+                    let is_best = best.is_some_and(|path| names_folder(path, folder.file_name()));
+                    if let (true, Some(value)) = (is_best, state.best_metric) {
+                        found.metrics.insert("best_metric".to_owned(), value);
+                    }
+                    state.best_checkpoint.into_best()
+                }
+                Err(problem) => {
+                    found.unreadable_state = Some(format!("its {TRAINER_STATE} {problem}"));
+                    Best::Unclear(problem)
+                }
+            };
+            found.notes.push(note(file.key.as_str(), best));
         }
         for file in lightning {
-            let state = read_at_most(storage, Some(file), LIGHTNING_STATE_BYTES_MAX).await?;
-            match state.and_then(|state| LightningState::parse(state, folder.file_name())) {
-                Some(state) => {
+            let read = |state| LightningState::parse(state, folder.file_name());
+            let best = match read_state(storage, &file, read).await? {
+                Ok(state) => {
                     found.metrics.extend(state.metrics);
-                    found.best.extend(state.best);
+                    state.best
                 }
-                None => found.unreadable_state = Some(LIGHTNING_STATE),
+                Err(problem) => {
+                    found.unreadable_state = Some(format!("its {LIGHTNING_STATE} {problem}"));
+                    Best::Unclear(problem)
+                }
+            };
+            found.notes.push(note(file.key.as_str(), best));
+        }
+        if let Some(file) = metrics {
+            match read_state(storage, &file, |json| own_metrics(&json)).await? {
+                Ok(metrics) => found.metrics.extend(metrics),
+                Err(_) => metrics_are_known = false,
             }
         }
-        if let Some(json) = read_at_most(storage, metrics, METRICS_BYTES_MAX).await? {
-            found.metrics.extend(own_metrics(&json));
+        // Those of the trainer may be others.
+        if !metrics_are_known {
+            found.metrics.clear();
         }
         Ok(found)
     }
@@ -250,6 +298,29 @@ fn identity(folder: &Key, files: &mut [ObjectMeta]) -> Option<u64> {
         text.push(0);
     }
     (!files.is_empty()).then(|| fnv1a_64(text))
+}
+
+/// Reads and parses a small file that decides what is kept. What is wrong with it is a clause about
+/// the file.
+pub(super) async fn read_state<T>(
+    storage: &dyn Storage,
+    file: &ObjectMeta,
+    parse: impl FnOnce(Vec<u8>) -> Option<T>,
+) -> Result<Result<T, String>, StorageError> {
+    let len = file.byte_len;
+    if len > STATE_BYTES_MAX {
+        let max = STATE_BYTES_MAX >> 20;
+        return Ok(Err(format!("is {len} bytes long, and dcp reads at most {max} MiB")));
+    }
+    let bytes = match storage.read_range(&file.key, 0..len).await {
+        Ok(bytes) => bytes.to_vec(),
+        Err(error) if error.kind() == StorageErrorKind::NotFound => {
+            return Ok(Err("went away while it was read".to_owned()));
+        }
+        Err(error) if error.is_retryable() => return Err(error),
+        Err(error) => return Ok(Err(format!("cannot be read: {}", error_chain(&error)))),
+    };
+    Ok(parse(bytes).ok_or_else(|| "cannot be parsed".to_owned()))
 }
 
 /// The bytes of a file, unless it is longer than such a file is, or gone.

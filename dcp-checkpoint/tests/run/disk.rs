@@ -8,11 +8,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dcp_checkpoint::Opener;
-use dcp_checkpoint::run::{KeepLast, Run, StepOrder};
+use dcp_checkpoint::run::{KeepLast, PrunePlan, Run, StepOrder};
 use dcp_core::Storage;
 use dcp_core::registry::StorageRegistry;
 use dcp_storage_fs::FsStorage;
 use dcp_testing::{fixture, key};
+
+use crate::notes::lightning;
 
 fn on_disk(root: &Path) -> Run {
     let mut storages = StorageRegistry::empty();
@@ -142,4 +144,90 @@ async fn empty_folders_and_locks_of_dead_savers_are_shown_and_removed() {
     let report = prune().run().await.unwrap();
     assert_eq!((report.deleted.len(), report.leftovers.len()), (1, 1), "{report:?}");
     assert!(!failed.exists());
+}
+
+/// Lets `make` put something in the place of a file of the last of four steps, and plans.
+#[cfg(unix)]
+async fn plan_with(file: &str, make: impl Fn(&Path)) -> PrunePlan {
+    let place = tempfile::tempdir().unwrap();
+    let root = place.path().join("run");
+    for step in [10, 20, 30, 40] {
+        let folder = root.join(format!("step-{step}"));
+        dcp_testing::copy_folder(&fixture("pytorch/t21_plain"), &folder);
+        fs::write(folder.join("meta.pt"), lightning(step, "run/step-10")).unwrap();
+    }
+    let file = root.join(file);
+    fs::remove_file(&file).ok();
+    fs::create_dir_all(file.parent().unwrap()).unwrap();
+    make(&file);
+    let prune = on_disk(&root).prune().policy(KeepLast(1)).by(StepOrder::Step);
+    prune.plan().await.unwrap()
+}
+
+#[cfg(unix)]
+fn fifo(path: &Path) {
+    let made = std::process::Command::new("mkfifo").arg(path).status();
+    assert!(made.unwrap().success());
+}
+
+/// The state of Lightning that says nothing, in a folder of its own.
+#[cfg(unix)]
+fn elsewhere(link: &Path) {
+    let folder = link.ancestors().find(|path| path.ends_with("run")).unwrap();
+    let folder = folder.parent().unwrap().join("elsewhere");
+    fs::create_dir_all(&folder).unwrap();
+    fs::write(folder.join("meta.pt"), lightning(40, "run/step-20")).unwrap();
+    let is_state = link.ends_with("meta.pt");
+    symlink(if is_state { folder.join("meta.pt") } else { folder }, link).unwrap();
+}
+
+#[cfg(unix)]
+#[tokio::test]
+async fn what_stands_in_the_place_of_a_note_keeps_all_complete_checkpoints() {
+    let folder = |path: &Path| fs::create_dir(path).unwrap();
+    let kinds: [(&dyn Fn(&Path), &str); 3] =
+        [(&fifo, "is no file"), (&folder, "is a folder"), (&elsewhere, "a link")];
+    for file in ["step-40/meta.pt", "step-40/trainer_state.json", "last.ckpt/meta.pt"] {
+        for (make, said) in kinds {
+            let plan = plan_with(file, make).await;
+            assert_eq!(plan.deleted().count(), 0, "{file}: {plan:#?}");
+            let [problem] = &*plan.unclear_notes else { panic!("{file} {said}: {plan:#?}") };
+            assert!(problem.contains(file) && problem.contains(said), "{problem}");
+        }
+    }
+    let plan = plan_with("last.ckpt", elsewhere).await;
+    assert_eq!(plan.deleted().count(), 0, "{plan:#?}");
+    assert!(plan.unclear_notes[0].starts_with("\"last.ckpt/meta.pt\" is behind a link"));
+    let plan = plan_with("last.ckpt", fifo).await;
+    assert_eq!(plan.deleted().count(), 0, "{plan:#?}");
+    let plan = plan_with("notes.txt", fifo).await;
+    assert_eq!(plan.deleted().count(), 2, "{plan:#?}");
+    for make in [&fifo as &dyn Fn(&Path), &folder, &|path| symlink("nowhere", path).unwrap()] {
+        let plan = plan_with("step-20/.dcp-pin", make).await;
+        assert_eq!(plan.steps[1].decision.reason, "pinned", "{plan:#?}");
+        assert!(plan.steps[1].step.pinned);
+    }
+}
+
+/// A save whose files are of no format yet: those of a model of Hugging Face, or other ones.
+#[tokio::test]
+async fn a_save_under_way_stays_whatever_its_files_are() {
+    for files in [&["model-00001-of-00002.safetensors"][..], &["data.bin"], &["model/__0_0.distcp"]]
+    {
+        let place = tempfile::tempdir().unwrap();
+        dcp_testing::copy_folder(&fixture("pytorch/t21_plain"), &place.path().join("step-1"));
+        for file in files {
+            let path = place.path().join("step-2").join(file);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, "half of it").unwrap();
+        }
+        let storage = FsStorage::open(place.path()).unwrap();
+        let held = storage.claim(&key("step-2/.metadata")).await.unwrap();
+        let run = on_disk(place.path());
+        run.prune().incomplete(Duration::ZERO).run().await.unwrap();
+        for file in files {
+            assert!(place.path().join("step-2").join(file).exists(), "{file}");
+        }
+        drop(held);
+    }
 }

@@ -4,6 +4,7 @@
 
 mod disk;
 mod kills;
+mod notes;
 mod protected;
 mod support;
 

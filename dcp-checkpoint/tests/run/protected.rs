@@ -15,6 +15,14 @@ use crate::support::{Framework, get, names, numbers, put, put_folder, reason, ru
 
 /// A run in memory whose steps were written at these seconds.
 fn run_of(steps: &[(u64, u64)]) -> Arc<MemoryStorage> {
+    run_with(steps, |_| Vec::new())
+}
+
+/// The same, with these files in the folder of each step.
+pub(crate) fn run_with(
+    steps: &[(u64, u64)],
+    files: impl Fn(u64) -> Vec<(&'static str, Vec<u8>)>,
+) -> Arc<MemoryStorage> {
     let seconds = Arc::new(AtomicU64::new(0));
     let clock = Arc::clone(&seconds);
     let time = move || UNIX_EPOCH + Duration::from_secs(clock.load(Ordering::Relaxed));
@@ -22,6 +30,9 @@ fn run_of(steps: &[(u64, u64)]) -> Arc<MemoryStorage> {
     for (step, written) in steps {
         seconds.store(*written, Ordering::Relaxed);
         Framework::PyTorch.save(&memory, *step);
+        for (name, bytes) in files(*step) {
+            put(&memory, &format!("step-{step}/{name}"), bytes);
+        }
     }
     Arc::new(memory)
 }
@@ -155,6 +166,9 @@ async fn a_pin_in_a_run_within_a_step_keeps_the_step() {
     put(&*memory, "step-10/step-2/.dcp-pin", Vec::new());
     let storage: Arc<dyn Storage> = memory;
     let run = run_in(&storage);
+    // Without a policy it is pinned, too.
+    let plan = run.prune().incomplete(Duration::ZERO).plan().await.unwrap();
+    assert_eq!(reason(&plan, 10), "pinned");
     let report = run.prune().policy(KeepLast(1)).by(StepOrder::Step).run().await.unwrap();
     let deleted: Vec<_> = report.deleted.iter().map(|one| one.step).collect();
     assert_eq!(deleted, [20]);

@@ -49,6 +49,7 @@ Examples:
 JSON:
   {\"dry_run\", \"steps\": [STEP, …], \"skipped\": [{\"name\", \"step\", \"problem\"}, …],
    \"deleted\": [{\"name\", \"step\", \"files\", \"bytes\"}, …], \"files\", \"bytes\", \"others\": [NAME, …],
+   \"unclear_notes\": [TEXT, …],
    \"leftovers\": [{\"path\", \"kind\", \"bytes\", \"modified\"}, …],
    \"not_deleted\": [{\"name\", \"step\", \"reason\", \"failed\"}, …]}
   STEP is {\"name\", \"step\", \"format\", \"complete\", \"problem\", \"files\", \"bytes\", \"modified\",
@@ -218,6 +219,12 @@ pub(crate) fn prune(args: &Prune, session: &Session) -> Result<(), Failure> {
     } else if args.dry_run {
         out.write(&prune::plan(&args.run, &plan, out))?;
     }
+    for problem in &plan.unclear_notes {
+        out.note(&format!(
+            "no complete checkpoint is deleted, as any may be the best one: {problem}; a newer state of \
+             the trainer decides, or move the file out of the run"
+        ));
+    }
     note_others(&plan.others, out);
     let Some(report) = report else { return Ok(()) };
     for one in &report.deleted {
@@ -306,6 +313,7 @@ fn in_json(plan: &PrunePlan, report: Option<&PruneReport>) -> serde_json::Value 
         "steps": plan.steps,
         "skipped": plan.skipped,
         "others": plan.others,
+        "unclear_notes": plan.unclear_notes,
         "deleted": done.deleted,
         "not_deleted": report.map_or(&plan.not_deleted, |report| &report.not_deleted),
         "files": report.map_or_else(|| planned(|step| step.files), |report| report.files),

@@ -387,7 +387,19 @@ fn a_state_of_the_trainer_that_cannot_be_read_loses_no_best_checkpoint() {
         trainer_step(folder.path(), name, "run/checkpoint-10");
     }
     fs::write(folder.path().join("checkpoint-40/trainer_state.json"), "{\"best_mo").unwrap();
-    assert_eq!(pruned(folder.path()), ["checkpoint-10", "checkpoint-30", "checkpoint-40"]);
+    let all = ["checkpoint-10", "checkpoint-20", "checkpoint-30", "checkpoint-40"];
+    let uri = folder.path().display().to_string();
+    let done = dcp(["prune", &uri, "--keep-last", "1", "--by", "step", "--yes"]);
+    let said = "note: no complete checkpoint is deleted, as any may be the best one: \
+                \"checkpoint-40/trainer_state.json\" cannot be parsed; a newer state";
+    assert_eq!(done.stderr.matches("trainer_state.json").count(), 1, "{}", done.stderr);
+    assert!(done.stderr.contains(said), "{}", done.stderr);
+    assert_eq!(names(&uri), all);
+    // The state of the whole run is written last.
+    let state = "{\"global_step\": 40, \"best_model_checkpoint\": \"run/checkpoint-10\"}";
+    fs::write(folder.path().join("trainer_state.json"), state).unwrap();
+    let kept = ["checkpoint-10", "checkpoint-30", "checkpoint-40", "trainer_state.json"];
+    assert_eq!(pruned(folder.path()), kept);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Copying checkpoints between storages, file by file.
 
 mod check;
+mod extra;
 mod local_source;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,6 +26,7 @@ use crate::opener::Opener;
 use crate::overlap_guard::{Shape, keep_urls_apart};
 use crate::rollback::Rollback;
 use crate::same_place::{SharedTarget, Work, is_token, same_files};
+use crate::text::count;
 use crate::uri::local_path;
 
 /// The most checkpoints of a run that are claimed at once; each claim keeps two files open.
@@ -95,8 +97,8 @@ impl Copying<'_> {
     ///
     /// [`NotFound`](ErrorKind::NotFound) for a source without files;
     /// [`SameTarget`](ErrorKind::SameTarget) and [`Overlap`](ErrorKind::Overlap);
-    /// [`OtherCheckpoint`](ErrorKind::OtherCheckpoint) when the target has other files, or a
-    /// complete checkpoint of which a file differs; those of the storages.
+    /// [`OtherCheckpoint`](ErrorKind::OtherCheckpoint) when the target has other files than steps of
+    /// the same run, or complete checkpoints of which files differ; those of the storages.
     pub async fn run(self) -> Result<CopyReport, Error> {
         let Self { opener, source, target, compare, job } = self;
         keep_urls_apart(opener.storages(), &source, &target)?;
@@ -107,7 +109,7 @@ impl Copying<'_> {
             true => listed(&*from, &source).await?,
             false => indexed(opener, &source, &from).await?,
         };
-        let mut permissions = BTreeMap::new();
+        let (mut permissions, mut modes) = (BTreeMap::new(), BTreeMap::new());
         if let Some(path) = local_path(&source).filter(|path| path.is_dir()) {
             let names: BTreeSet<&str> = files.iter().map(|file| file.key.as_str()).collect();
             let is_listed = |key: &Key| names.contains(key.as_str());
@@ -116,13 +118,16 @@ impl Copying<'_> {
                 names.range(&*prefix..).next().is_some_and(|name| name.starts_with(&prefix))
             };
             let found = local_source::look(path, &is_listed, &has_below)?;
-            permissions = found.permissions;
+            (permissions, modes) = (found.permissions, found.folders);
             for left in found.left {
                 opener.notes().say(format!("not copying what is no file of its own: {left}"));
             }
         }
-        if local_path(&target).is_none() {
-            permissions.clear();
+        match local_path(&target) {
+            None => permissions.clear(),
+            // The permissions of a folder that was there are not the copy's.
+            Some(root) if root.exists() => drop(modes.remove("")),
+            Some(_) => {}
         }
         if files.is_empty() {
             return Err(Error::new(ErrorKind::NotFound, format!("{source:?} has no files"))
@@ -143,10 +148,15 @@ impl Copying<'_> {
         let existing = existing.filter(|file| !is_token(&file.key));
         let existing: BTreeMap<_, _> = existing.map(|file| (file.key.clone(), file)).collect();
         let names: BTreeSet<_> = files.iter().map(|file| &file.key).collect();
-        if let Some(other) = existing.keys().find(|key| !names.contains(key)) {
-            let message = format!("{target:?} has a file that the source has not: {other:?}");
-            return Err(Error::new(ErrorKind::OtherCheckpoint, message)
-                .with_hint("choose another folder, or remove that one"));
+        let gone = extra::gone_at_source(&target, &names, &existing.keys().collect())?;
+        if !gone.is_empty() {
+            let names =
+                extra::listed(gone.iter().map(String::as_str).collect::<Vec<_>>().into_iter());
+            opener.notes().say(format!(
+                "{target:?} has {} that the source has no more, which {}: {names}",
+                count(gone.len(), "checkpoint"),
+                if gone.len() == 1 { "stays" } else { "stay" },
+            ));
         }
         let trackers = trackers(opener, &source, &from).await?;
         let batches = batches(opener, files);
@@ -174,6 +184,9 @@ impl Copying<'_> {
             folders.keep();
         }
         let copied = copied?;
+        if let (Some(root), true) = (local_path(&target), is_writer) {
+            local_source::restrict(root, &modes)?;
+        }
         let checked = check::check(opener, &target, checkpoints, compare, &job).await;
         if let (Err(wrong), true) = (&checked, is_writer) {
             let hides = |key: &&Key| {

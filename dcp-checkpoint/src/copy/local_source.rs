@@ -10,7 +10,7 @@ use dcp_core::Key;
 use dcp_core::text::Quoted;
 
 use crate::error::{Error, ErrorKind};
-use crate::run::is_pointer;
+use crate::run::{StepNaming, is_pointer};
 
 /// The beginnings of the names of a storage's own files.
 const RESERVED: [&str; 2] = [".dcp-tmp.", ".dcp-lock."];
@@ -32,6 +32,8 @@ pub(super) struct LocalSource {
     /// The permissions of the files that are copied: the bits of each, without those that a folder on its
     /// way takes from the group or from others.
     pub(super) permissions: BTreeMap<Key, u32>,
+    /// The permissions of the folders that they are in, by name; that of the root is empty.
+    pub(super) folders: BTreeMap<String, u32>,
     /// What is not copied, and needs no copy: names below the folder, each with a reason.
     pub(super) left: Vec<String>,
 }
@@ -40,8 +42,8 @@ pub(super) struct LocalSource {
 ///
 /// # Errors
 ///
-/// For a link that leads out and was not followed, and for a name that is no key. What the listing has
-/// not because it is newer, or no file, is no error.
+/// For a link that leads out and was not followed, for what is no file and no folder, and for a name that is
+/// no key. What the listing has not because it is newer is no error.
 pub(super) fn look(
     root: &Path,
     listed: &dyn Fn(&Key) -> bool,
@@ -86,8 +88,7 @@ pub(super) fn look(
             }
             let below = format!("{}{name}", folder.prefix);
             if !kind.is_symlink() && !kind.is_dir() && !kind.is_file() {
-                found.left.push(format!("{} is no file and no folder", Quoted(&below)));
-                continue;
+                return Err(no_file(&path, "is no file and no folder"));
             }
             let key = match Key::new(&below) {
                 Ok(key) => key,
@@ -100,10 +101,9 @@ pub(super) fn look(
                     Ok(meta) if meta.is_dir() && is_empty(&path) => continue,
                     Ok(meta) if meta.is_dir() && !folder.by_link && has_below(&below) => true,
                     Ok(meta) if !meta.is_dir() && !meta.is_file() => {
-                        found.left.push(format!("{} leads to no file", Quoted(&below)));
-                        continue;
+                        return Err(no_file(&path, "is a symbolic link to what is no file"));
                     }
-                    Ok(meta) if meta.is_dir() && names_checkpoint(name, &path, &folder, inside) => {
+                    Ok(meta) if meta.is_dir() && names_checkpoint(name, &path, inside) => {
                         found.left.push(format!(
                             "{} is a link to another folder of the source",
                             Quoted(&below)
@@ -126,17 +126,49 @@ pub(super) fn look(
                 found.permissions.insert(key, meta.permissions().mode() & folder.allowed);
             }
         }
+        let name = folder.prefix.trim_end_matches('/');
+        if let (true, Ok(meta)) = (name.is_empty() || has_below(name), fs::metadata(&folder.path)) {
+            found.folders.insert(name.to_owned(), meta.permissions().mode() & 0o777);
+        }
     }
     Ok(found)
 }
 
+/// Takes from the folders of a copy what those of its source do not give. The owner keeps access: another
+/// copy continues this one.
+///
+/// # Errors
+///
+/// When the permissions of a folder cannot be changed.
+pub(super) fn restrict(root: &Path, folders: &BTreeMap<String, u32>) -> Result<(), Error> {
+    for (name, mode) in folders {
+        let path = if name.is_empty() { root.to_owned() } else { root.join(name) };
+        let failed = |error| {
+            let message =
+                format!("cannot change permissions of {}", Quoted(&path.to_string_lossy()));
+            Error::new(ErrorKind::Io, message).because(error)
+        };
+        let is = fs::symlink_metadata(&path).map_err(failed)?.permissions().mode() & 0o7777;
+        let to = is & (!0o777 | mode | 0o700);
+        if is != to {
+            fs::set_permissions(&path, fs::Permissions::from_mode(to)).map_err(failed)?;
+        }
+    }
+    Ok(())
+}
+
 /// Whether an entry of a run says which of its checkpoints is the latest or the best one, by a link to
-/// it: that is copied under its own name. A link of another name may be a part of a checkpoint.
-fn names_checkpoint(name: &str, link: &Path, folder: &Folder, root: Option<&Path>) -> bool {
-    let leads_to = link.canonicalize().ok();
+/// it: that is copied under its own name. A link of another name, or to a part of another folder, may be
+/// a part of a checkpoint.
+fn names_checkpoint(name: &str, link: &Path, root: Option<&Path>) -> bool {
+    let (Some(root), Ok(to)) = (root, link.canonicalize()) else { return false };
+    let run = link.parent().and_then(|run| run.canonicalize().ok());
+    let names_step =
+        to.file_name().is_some_and(|to| StepNaming::step_of(&to.to_string_lossy()).is_some());
     is_pointer(name)
-        && folder.prefix.is_empty()
-        && leads_to.is_some_and(|path| root.is_some() && path.parent() == root)
+        && to.starts_with(root)
+        && to != root
+        && (names_step || run.is_some_and(|run| to.parent() == Some(&*run)))
 }
 
 fn leads_inside(link: &Path, root: Option<&Path>) -> bool {
@@ -165,6 +197,11 @@ fn cannot_read(path: &Path, error: io::Error) -> Error {
 fn refused(link: &Path, what: &str, hint: &str) -> Error {
     let message = format!("{} is a symbolic link {what}", Quoted(&link.to_string_lossy()));
     Error::new(ErrorKind::InvalidOption, message).with_hint(hint)
+}
+
+fn no_file(path: &Path, what: &str) -> Error {
+    let message = format!("cannot copy {}: it {what}", Quoted(&path.to_string_lossy()));
+    Error::new(ErrorKind::InvalidPlace, message).with_hint("move it out of the folder")
 }
 
 fn not_followed(link: &Path) -> Error {

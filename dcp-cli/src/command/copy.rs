@@ -20,7 +20,8 @@ use crate::session::Session;
 /// command continues it. Each file is read back and compared with what was read from the source.
 ///
 /// The target is a new or empty folder, or what an earlier copy of the same checkpoint left. Of a
-/// run that has grown since, the new checkpoints are added, and its tracker is replaced.
+/// run that has grown since, the new checkpoints are added, and its tracker is replaced; those that the
+/// source has no more stay.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
 Examples:

@@ -79,6 +79,14 @@ fn links_out_of_the_source_are_copied_or_refused() {
     copied.ok();
     assert!(Path::new(&target).join("step-10/link").is_file());
     assert!(!Path::new(&target).join("latest").exists());
+    // So it is in a folder of runs, and where it leads to a folder in the folder of the run.
+    symlink("run/step-10", folder.path().join("best")).unwrap();
+    let target = tempfile::tempdir().unwrap();
+    let copied = dcp(["copy", folder.path().to_str().unwrap(), &path(&target, "copy")]);
+    for said in ["\"run/latest\" is a link", "\"best\" is a link"] {
+        assert!(copied.stderr.contains(said), "{}", copied.stderr);
+    }
+    copied.ok();
 }
 
 /// The files of a damaged checkpoint are copied, and what would make it visible goes.
@@ -131,6 +139,23 @@ fn a_copy_is_no_more_readable_than_its_source() {
     fs::create_dir(source.path().join("private")).unwrap();
     fs::write(source.path().join("private/state"), "x").unwrap();
     allow(&source.path().join("private/state"), 0o644);
+    let folders = [(0o755, 0o755), (0o750, 0o750), (0o700, 0o700), (0o500, 0o700)];
+    for (source_mode, expected) in folders {
+        allow(&source.path().join("private"), source_mode);
+        let target = tempfile::tempdir().unwrap();
+        let copy = target.path().join("copy");
+        for folder in [source.path(), &source.path().join("private")] {
+            allow(folder, source_mode);
+        }
+        dcp(["copy", source.path().to_str().unwrap(), copy.to_str().unwrap()]).ok();
+        let modes = [mode(copy.clone()), mode(copy.join("private"))];
+        assert_eq!(modes, [expected; 2], "{source_mode:o}");
+        // A folder that was there keeps its own.
+        allow(&copy, 0o711);
+        dcp(["copy", source.path().to_str().unwrap(), copy.to_str().unwrap()]).ok();
+        assert_eq!(mode(copy), 0o711);
+    }
+    allow(source.path(), 0o755);
     for (folder, expected) in [(0o755, 0o644), (0o750, 0o640), (0o700, 0o600)] {
         allow(source.path(), 0o755);
         allow(&source.path().join("private"), folder);
@@ -201,12 +226,84 @@ fn a_copy_goes_on_with_a_run_that_has_grown() {
     fs::write(run.join("log.txt"), "step 10, 20, 30").unwrap();
     dcp(args).ok();
     assert!(files(&target) == files(&run));
-    // What is whole at the target stays as it is.
-    let data = run.join("step-30/__0_0.distcp");
-    let mut bytes = fs::read(&data).unwrap();
-    bytes[7] ^= 1;
-    fs::write(&data, bytes).unwrap();
+    // What is whole at the target stays as it is, and all that differs is named.
+    let change = |file: &str| {
+        let data = run.join(file);
+        let mut bytes = fs::read(&data).unwrap();
+        bytes[7] ^= 1;
+        fs::write(&data, bytes).unwrap();
+    };
+    change("step-30/__0_0.distcp");
+    fs::write(run.join("step-40"), "new").unwrap();
     dcp(args).fails(2, &["step-30/__0_0.distcp", "complete checkpoint"]);
+    change("step-20/__1_0.distcp");
+    change("step-20/.metadata");
+    let said = "3 files with other bytes: \"step-20/.metadata\", \"step-20/__1_0.distcp\", \"step-30/__0_0";
+    dcp(args).fails(2, &[said]);
+    assert!(!target.join("step-40").exists(), "nothing is copied before all is compared");
+    for at in 0..9 {
+        fs::write(target.join(format!("extra{at}")), "").unwrap();
+    }
+    dcp(args).fails(2, &["9 files that the source has not: \"extra0\"", "\"extra7\" and 1 more"]);
+}
+
+#[test]
+fn a_copy_goes_on_when_old_steps_are_gone_at_the_source() {
+    let folder = tempfile::tempdir().unwrap();
+    let (run, target) = (run(folder.path()), folder.path().join("target"));
+    let args = ["copy", run.to_str().unwrap(), target.to_str().unwrap()];
+    dcp(args).ok();
+    let old = files(&target.join("step-10"));
+    dcp(["prune", args[1], "--keep-last", "1", "--by", "step", "--yes"]).ok();
+    dcp_testing::copy_folder(&run.join("step-20"), &run.join("step-30"));
+    for world_size in [1, 2] {
+        let again = on_ranks(world_size, &args);
+        let said = "has 1 checkpoint that the source has no more, which stays: \"step-10\"";
+        assert!(again.stderr.contains(said), "{}", again.stderr);
+        again.ok();
+        assert!(files(&target.join("step-10")) == old);
+        assert!(files(&target.join("step-30")) == files(&run.join("step-30")));
+        dcp_testing::copy_folder(&run.join("step-20"), &run.join("step-40"));
+    }
+    // Another run, which has no step in common with the target, and a step that lacks a file.
+    let other = folder.path().join("other");
+    dcp_testing::copy_folder(copy_of(SOURCE).path(), &other.join("step-50"));
+    dcp(["copy", other.to_str().unwrap(), args[2]]).fails(2, &["files that the source has not"]);
+    fs::write(target.join("step-20/extra"), "").unwrap();
+    dcp(args).fails(2, &["a file that the source has not: \"step-20/extra\""]);
+}
+
+#[test]
+fn a_source_with_what_is_no_file_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = run(folder.path());
+    for at in ["pipe", "step-10/pipe"] {
+        let pipe = run.join(at);
+        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        refused(&run, 2, &[at, "is no file and no folder", "move it out"]);
+        let link = run.join("step-20/link");
+        symlink(&pipe, &link).unwrap();
+        fs::rename(&pipe, folder.path().join("pipe")).unwrap();
+        fs::remove_file(&link).unwrap();
+        symlink(folder.path().join("pipe"), &link).unwrap();
+        refused(&run, 2, &["step-20/link", "to what is no file"]);
+        fs::remove_file(&link).unwrap();
+    }
+}
+
+#[test]
+fn a_link_in_a_linked_folder_is_refused_with_the_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = run(folder.path());
+    let (disk, inner) = (folder.path().join("disk"), folder.path().join("inner"));
+    fs::rename(run.join("step-20"), &disk).unwrap();
+    symlink(&disk, run.join("step-20")).unwrap();
+    dcp_testing::copy_folder(copy_of(SOURCE).path(), &inner);
+    symlink(&inner, disk.join("model")).unwrap();
+    let target = path(&folder, "target");
+    let args = ["copy", run.to_str().unwrap(), &target, "--follow-links"];
+    dcp(args).fails(2, &["step-20/model", "in a folder that a link leads to", "not followed"]);
+    assert!(!Path::new(&target).exists());
 }
 
 /// The name of a temporary file of a process that is gone.

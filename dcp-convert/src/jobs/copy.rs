@@ -7,6 +7,7 @@ use dcp_core::error::StorageOp;
 use dcp_core::storage::{
     ObjectMeta, PutMode, ReadInto, ReadRequest, Upload, UploadOptions, Version, WriteLimits,
 };
+use dcp_core::text::Quoted;
 use dcp_core::wire::{MessageReader, MessageWriter};
 use dcp_core::{Buffer, Key, Storage, StorageError, StorageErrorKind};
 use futures_util::stream::{FuturesUnordered, StreamExt, TryStreamExt};
@@ -16,6 +17,8 @@ use crate::error::ConvertError;
 use crate::group::JobGroup;
 use crate::job::JobOptions;
 
+/// Files that an error lists.
+const NAMES_MAX: usize = 8;
 /// Files up to this size are copied with one read and one put.
 const WHOLE_BYTES: u64 = 8 << 20;
 
@@ -106,23 +109,28 @@ impl CopyFiles<'_> {
     pub async fn run(self, options: &JobOptions) -> Result<CopyReport, ConvertError> {
         let total = self.batches.iter().flatten().map(|file| file.byte_len).sum();
         options.start(total);
-        self.check_existing(options).await?;
+        let first = self.batches.first().map_or(&[][..], |batch| batch);
+        let own = match &options.group {
+            None => first,
+            Some(group) => {
+                let byte_lens: Vec<_> = first.iter().map(|file| file.byte_len).collect();
+                first.get(group.share(&byte_lens)).unwrap_or_default()
+            }
+        };
+        let same = self.check_existing(own, options).await?;
         let mut report = CopyReport::default();
         for (at, batch) in self.batches.iter().enumerate() {
             let Some(group) = &options.group else {
-                self.copy_batch(batch, at > 0, options, &mut report).await?;
+                self.copy_batch(batch, at > 0, &same, options, &mut report).await?;
                 continue;
             };
             if at == 0 {
                 // All ranks have seen what was at the target before one of them writes.
                 group.all_gather(Bytes::new()).await?;
-                let byte_lens: Vec<_> = batch.iter().map(|file| file.byte_len).collect();
-                let own = group.share(&byte_lens);
-                let own = batch.get(own).unwrap_or_default();
-                self.copy_batch(own, false, options, &mut report).await?;
+                self.copy_batch(own, false, &same, options, &mut report).await?;
                 report = report.of_all_ranks(group).await?;
             } else if group.is_coordinator() {
-                self.copy_batch(batch, true, options, &mut report).await?;
+                self.copy_batch(batch, true, &same, options, &mut report).await?;
             }
         }
         Ok(report)
@@ -132,10 +140,11 @@ impl CopyFiles<'_> {
         &self,
         batch: &[ObjectMeta],
         is_index: bool,
+        same: &BTreeSet<Key>,
         options: &JobOptions,
         report: &mut CopyReport,
     ) -> Result<(), ConvertError> {
-        let copies = stream::iter(batch).map(|file| self.copy(file, is_index, options));
+        let copies = stream::iter(batch).map(|file| self.copy(file, is_index, same, options));
         let mut copies = std::pin::pin!(copies.buffer_unordered(options.parallelism.max(1)));
         while let Some(outcome) = copies.try_next().await? {
             options.check_group()?;
@@ -168,31 +177,69 @@ impl CopyFiles<'_> {
         }
     }
 
-    /// Refuses a target with other files before anything is written: lengths, and the bytes of the
-    /// files of all batches but the first, which are small.
-    async fn check_existing(&self, options: &JobOptions) -> Result<(), StorageError> {
-        let segment = options.segment_bytes(4).min(16 << 20);
+    /// Refuses a target with other files before anything is written, and names all that differ: by lengths,
+    /// and by bytes those of the first batch that are `own`, where that was requested, and the files of
+    /// all other batches, which are small. Returns the files of the first batch whose bytes are the same.
+    async fn check_existing(
+        &self,
+        own: &[ObjectMeta],
+        options: &JobOptions,
+    ) -> Result<BTreeSet<Key>, ConvertError> {
+        let (mut differing, mut indices) = (BTreeSet::new(), Vec::new());
         for (at, batch) in self.batches.iter().enumerate() {
             for file in batch.iter().filter(|file| self.is_final(&file.key)) {
                 let there = self.existing.get(&file.key).map(|there| there.byte_len);
-                let is_same = there == Some(file.byte_len)
-                    && (at == 0 || self.has_same_bytes(file, segment).await?);
-                if !is_same {
-                    return Err(other_checkpoint(&file.key));
+                if there != Some(file.byte_len) {
+                    differing.insert(file.key.clone());
+                } else if at > 0 {
+                    indices.push(file);
                 }
             }
         }
-        Ok(())
+        let by_bytes = self.compare == Comparing::Bytes;
+        let has_length = |file: &&ObjectMeta| !differing.contains(&file.key);
+        let data = own.iter().filter(|file| by_bytes && self.is_final(&file.key));
+        let data: Vec<_> = data.filter(has_length).collect();
+        // Each has two segments in flight, at both storages.
+        let parallelism = options.parallelism.max(1);
+        let segment = options.segment_bytes(4 * parallelism).min(16 << 20);
+        let compare = |file| async move {
+            options.check_group()?;
+            Ok::<_, ConvertError>((file, self.has_same_bytes(file, segment).await?))
+        };
+        let data_count = data.len();
+        let all = data.into_iter().chain(indices).enumerate();
+        let compared = stream::iter(all).map(|(at, file)| async move {
+            compare(file).await.map(|(file, is_same)| (at < data_count, file, is_same))
+        });
+        let mut compared = std::pin::pin!(compared.buffer_unordered(parallelism));
+        let mut same = BTreeSet::new();
+        while let Some((is_data, file, is_same)) = compared.try_next().await? {
+            match (is_same, is_data) {
+                (false, _) => drop(differing.insert(file.key.clone())),
+                (true, true) => drop(same.insert(file.key.clone())),
+                (true, false) => {}
+            }
+        }
+        match differing.first() {
+            None => Ok(same),
+            Some(first) => Err(other_checkpoint(first, &differing).into()),
+        }
     }
 
     async fn copy(
         &self,
         file: &ObjectMeta,
         is_index: bool,
+        same: &BTreeSet<Key>,
         options: &JobOptions,
     ) -> Result<Outcome, ConvertError> {
         options.check_group()?;
         let (key, len) = (&file.key, file.byte_len);
+        if same.contains(key) {
+            options.advance(len);
+            return Ok(Outcome::Kept(len));
+        }
         // Files are copied `parallelism` at a time, and each has two segments in flight.
         let segment = options.segment_bytes(4 * options.parallelism.max(1)).min(16 << 20);
         let same_len = self.existing.get(key).is_some_and(|there| there.byte_len == len);
@@ -202,7 +249,7 @@ impl CopyFiles<'_> {
             return Ok(Outcome::Kept(len));
         }
         if self.is_final(key) {
-            return Err(other_checkpoint(key).into());
+            return Err(other_checkpoint(key, &BTreeSet::new()).into());
         }
         if options.dry_run {
             options.advance(len);
@@ -363,9 +410,23 @@ async fn checksum(
     Ok(hasher.finalize())
 }
 
-fn other_checkpoint(key: &Key) -> StorageError {
-    StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key.clone()))
-        .with_message("a complete checkpoint at the target has it with other bytes")
+/// The error of a target with other files, of which `key` is the first.
+fn other_checkpoint(key: &Key, all: &BTreeSet<Key>) -> StorageError {
+    let error =
+        StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key.clone()));
+    if all.len() < 2 {
+        return error.with_message("a complete checkpoint at the target has it with other bytes");
+    }
+    let shown: Vec<_> =
+        all.iter().take(NAMES_MAX).map(|key| Quoted(key.as_str()).to_string()).collect();
+    let more = match all.len().saturating_sub(NAMES_MAX) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    let (count, shown) = (all.len(), shown.join(", "));
+    error.with_message(format!(
+        "complete checkpoints at the target have {count} files with other bytes: {shown}{more}"
+    ))
 }
 
 fn differs(key: &Key, problem: &str) -> StorageError {

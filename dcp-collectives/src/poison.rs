@@ -1,4 +1,10 @@
 //! A group's terminal error, and the form in which each rank returns it.
+//!
+//! A collective call involves all ranks, so one that fails on one rank cannot succeed on another, and no
+//! rank can tell which messages of the failed call others have taken. So the first error of a group ends
+//! the group: it is kept, sent to all, and returned by every later call, as a poisoned mutex is not
+//! entered again. A new group is the way on. All ranks keep the same `Poison`; [`Poison::seen_by`] makes
+//! each rank's error of it.
 
 use std::time::Duration;
 

@@ -1,4 +1,17 @@
 //! Turns to upload.
+//!
+//! A node has one network, and processes that all upload at once each get a share of it: every file
+//! takes as long as all together, and the commit waits for the last one. With turns, `count` processes upload at
+//! full speed, and the next begins when one is done, without a barrier.
+//!
+//! A turn is an exclusive lock on one of `count` files in a folder of the node, which the kernel
+//! releases when a process dies, so no turn is lost and nothing has to be cleaned up. A process holds one
+//! turn for all its uploads: counting the uploads, and not the files, would let one process with many
+//! tensors take all turns. Taking part is a courtesy: whoever waits longer than `patience`, or finds no
+//! locks, uploads without a turn, so turns never fail a save. Polling with a growing pause is used
+//! because `flock` has no wait for one of several files.
+//!
+//! Invariant: `held.lock` is there from the first upload of this process to its last.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;

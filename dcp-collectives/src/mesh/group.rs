@@ -2,7 +2,31 @@
 //!
 //! The ranks form a control tree (that of root 0). News travel along its edges, each of which is
 //! a connection with a thread on either end: a rank that died is noticed by its neighbors there,
-//! which notify all other ranks.
+//! which notify all other ranks. A heartbeat to every rank would need a connection to every rank.
+//!
+//! A group has two states, and goes from the first to the second once:
+//!
+//! ```text
+//!            fail(first reason): own call, a neighbor's end, news
+//!   whole ───────────────────────────────────────────────────────▶ poisoned
+//!     │  enter ▶ current call ▶ exit                                  every call returns the reason
+//!     └─ close ▶ Bye { calls } to the neighbors
+//! ```
+//!
+//! Invariants:
+//!
+//! - The first reason stays. `fail` sets it and sends it along the tree under one lock (`telling`), so
+//!   no farewell of this rank overtakes it, and all ranks converge on a reason that some rank had first.
+//! - Calls match along each edge. A child announces each call to its parent, and the parent compares it
+//!   with its own call of that number. A [`Ledger`] holds the calls that one side has made and the other
+//!   has not; one of its two queues is always empty. Comparing along edges alone finds every
+//!   mismatch: where all edges agree, all ranks do.
+//! - A closed connection is not yet a reason. The rank may have closed it because of news that have not
+//!   arrived here, so [`lost`](Group::lost) waits for `Graces::reason`; a rank that is only done
+//!   sends `Bye` with its number of calls, which is a loss only for a call beyond that number.
+//! - A timeout names the rank that is late. Every rank that waits for long says so to all
+//!   (`Control::Waiting`), and the one whose deadline ends first follows the chain of those reports to
+//!   the rank that waits for nobody.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
@@ -157,6 +181,7 @@ impl Group {
         let seq = state.calls;
         state.calls += 1;
         state.current = Some(call);
+        // A neighbor that left has made `calls` calls, so it takes no part in call number `calls`.
         let gone = state.byes.iter().find(|(_, calls)| **calls <= seq).map(|(rank, _)| *rank);
         let trouble = gone.map(|rank| left(rank, call.op)).or_else(|| {
             let mut first = None;
@@ -262,9 +287,11 @@ impl Group {
         let valid = self.deadline / ANNOUNCEMENTS * 3;
         let is_fresh = |wait: &&Wait| wait.seq <= seq && wait.since.elapsed() < valid;
         let mut late = peer;
+        // The reports are of different moments and may form a circle: no chain is longer than the group.
         for _ in 0..self.world_size {
             match state.waits.get(&late).filter(is_fresh) {
                 Some(wait) if wait.on != self.rank => late = wait.on,
+                // It waits for this rank, which waits for it: a message between the two is lost.
                 Some(_) => return peer,
                 None => return late,
             }

@@ -3,6 +3,14 @@
 //! A rank records what it holds and does not offer, which is mostly nothing. The coordinator then
 //! checks each tensor of the index once: disjoint chunks with as many elements as their tensor
 //! store all of it. Only for the others does it look up every offer.
+//!
+//! The argument: where the chunks of a tensor are inside of it, disjoint, and have its number of elements
+//! together, they are a partition of it, and whatever any rank holds of it is stored. That takes no
+//! look at the ranks, so it costs the chunks of the index and not the offers of all ranks, which replicas
+//! multiply. Tensors of one shape with the same chunks are one check. A tensor that is stored in part,
+//! which is sound where one process saves a shard alone, needs the look-up of each offer: by equality of
+//! its box first, and by the volume of its intersections with all chunks otherwise, which is exact because
+//! these are disjoint. [`MAX_PAIRS`] bounds that second way; beyond it the plan is refused.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;

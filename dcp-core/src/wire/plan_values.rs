@@ -3,6 +3,13 @@
 //!
 //! Most chunks are parts of equal length along some axes, as `torch.chunk` divides: few ways to
 //! divide describe those of all tensors of a rank. Others are sent as offsets and sizes.
+//!
+//! A [`Division`] does not name lengths: "part 3 of 8 along axis 0" is the chunk of a rank in every tensor
+//! that FSDP divides, whatever its rows. A rank of a mesh has one or two of them, so the values of a plan are
+//! a small table of divisions and their numbers. The encoder derives the divisions from the chunks
+//! ([`Division::shown_by`]) and uses one only where it gives back exactly the offsets and sizes of a chunk,
+//! so a wrong guess costs bytes and never a wrong plan. General compression finds no repetition here: the
+//! offsets differ from tensor to tensor.
 
 use std::sync::Arc;
 

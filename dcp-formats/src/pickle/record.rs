@@ -4,6 +4,16 @@
 //! An index of half a million chunks has forty million opcodes, and nearly all of them are in three
 //! kinds of instances whose attributes are numbers, names and sizes. A record takes eight bytes and
 //! those of a reference, whatever it has inside.
+//!
+//! The machine, when it has read the reference to a class, looks ahead ([`Pickle::find_record`]): if the
+//! opcodes up to the `BUILD` have exactly the form in which Python writes such an instance, it keeps their
+//! position and continues behind them. Anything else, such as a mark, a nested object or an opcode of
+//! another protocol, is no record and is executed opcode by opcode, so the result never depends on the
+//! look-ahead. Values are decoded again each time they are needed ([`Pickle::each_field`]).
+//!
+//! Invariant: the numbers that a skipped record would have put into the memo are counted as the machine
+//! counts them, so that later references by number lead to the same values. Other values may refer to
+//! strings inside of a record, which is why those are handed to the memo at once.
 
 use dcp_core::Dims;
 

@@ -1,5 +1,22 @@
 //! Executes a load plan by the placements in the metadata: divides it into requests with bounded
 //! memory. Serves every format that stores chunks unencoded or in archives of their own.
+//!
+//! Items of the plan that read one stored chunk are a *blob*. Each blob goes one of three ways:
+//!
+//! ```text
+//! blob ─┬─ small (64 KiB) ─ whole, with its neighbors in one request ─ decode in scratch ─ copy into place
+//!       ├─ unencoded ────── byte runs, coalesced ──────────────────── straight into the caller's memory
+//!       └─ encoded, large ─ last, as many at once as memory allows ─── copy into place
+//! ```
+//!
+//! A small blob costs a request whatever its length, so a gap to the next one is read along. A large one is
+//! never read for a slice of it: only the runs that its items need, and gaps shorter than a request is
+//! worth. Blobs that need much memory to decode wait (`to_decode`) until all others are read, and are then
+//! decoded as many at once as fit into the scratch memory.
+//!
+//! Invariants: scratch memory is at most `scratch`, divided among `parallelism` requests; every item is
+//! filled once, or the load fails; the CRC-32 of a blob is compared when one read or all parts together
+//! cover it.
 
 mod blobs;
 mod direct;

@@ -4,6 +4,22 @@
 //! Where requests are system calls, handing bytes from the thread that reads them to one that
 //! compares and one that writes costs more than these do. Two lanes read and write one file faster than
 //! one reader and one writer: while one writes, the other reads.
+//!
+//! ```text
+//! lane 0   take 0 ─ read ─ append 0 ─ write part ─ take 2 ─ read ──── append 2 ─ write …
+//! lane 1   take 1 ─ read ────── waits ─ append 1 ─ write ─ take 3 ─ read ─ …
+//!                               turn: 0 ▶ 1 ▶ 2 ▶ 3, in the order of the file
+//! ```
+//!
+//! Reads and writes run side by side; only `append` is in turn. It feeds the segment to the framing of
+//! the format and begins the parts that are complete, under the lock of [`State`]. So parts and bytes of a
+//! file do not depend on the number of lanes or on which of them is faster.
+//!
+//! Invariants: segment `n` is appended after all before it, once; `turn` never passes a segment that
+//! failed, and then `is_over` wakes every lane that waits for its turn. A lane that panics counts as failed
+//! ([`Unfinished`]), and a future that is dropped takes the upload away ([`StopOnDrop`]), so that no
+//! lane begins a part afterwards. The error that is kept is that of the earliest segment, so that it does
+//! not depend on the lanes either.
 
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};

@@ -4,6 +4,23 @@
 //! at a place of the buffer show which parameters can begin there, and the hash of as many
 //! elements as one has shows whether it is there. Parameters with the same elements are one
 //! *class* here; which of them is which is decided later, by their order.
+//!
+//! There are two searches:
+//!
+//! - **With bounds**, where the file has a chunk for each parameter and rank: from each bound, the class
+//!   that ends at a bound and cuts the fewest chunks that no rank's part explains. No step is taken back.
+//! - **Without bounds**, in one buffer: a depth-first search with backtracking. A step is a parameter at
+//!   the next aligned place. A wrong step is possible where one parameter begins with the elements of
+//!   another, as zeros do, and shows only later, where nothing fits. Then the last step with another
+//!   choice is taken back. `path` holds the steps with the choices that are left at each.
+//!
+//! Why not try all sizes: a bucket of a model has thousands of parameters, and the number of ways grows
+//! with each. Two bounds keep the search linear: elements are compared by their beginning first and by a
+//! hash once for each place and length, and after [`STEPS`] for each parameter the search gives up
+//! and reports how far it came. Parameters that are none of the model's, at most [`UNKNOWN_MAX`], are
+//! allowed only when the search without them fails, because with them almost anything fits.
+//!
+//! Invariant: a slot is reported only where the hash of all its elements is that of the class.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;

@@ -1,11 +1,11 @@
 //! The state that all commands of one run share: input options, output, rollback.
 
 use dcp::StorageRegistry;
+use dcp::cache::{CacheFolder, cache_layer};
 use dcp::checkpoint::{Checkpoint, Need, Opener, Rollback};
 use dcp::convert::JobOptions;
 use dcp::convert::group::JobGroup;
 use dcp::core::format::WantedKeys;
-use dcp::node::{CacheFolder, cache_layer};
 use dcp::trace::TraceRecorder;
 
 use crate::failure::{Exit, Failure};

@@ -358,7 +358,7 @@ fn f15_raw_bytes_that_do_not_fit_their_chunk_are_found() {
     assert!(validate_metadata(&metadata).is_empty());
     let Some(Entry::Tensor(tensor)) = metadata.get_mut("w") else { panic!() };
     let placement = tensor.chunks.get(0).unwrap().placement.unwrap();
-    tensor.chunks.place(0, dcp_core::metadata::Placement { byte_len: 15, ..placement });
+    tensor.chunks.place(0, Placement { byte_len: 15, ..placement });
     assert_eq!(validate_metadata(&metadata).len(), 1);
 }
 

@@ -73,8 +73,8 @@ type MakeReader = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageReader> + Send + Sy
 pub struct Checkpointer {
     storages: StorageRegistry,
     formats: FormatRegistry,
-    #[cfg(all(feature = "node", unix))]
-    upload_slots: Option<dcp_storage_node::UploadSlots>,
+    #[cfg(all(feature = "cache", unix))]
+    upload_slots: Option<dcp_storage_cache::UploadSlots>,
     #[cfg(feature = "trace")]
     trace: Option<dcp_trace::TraceRecorder>,
     saver: Saver,
@@ -107,7 +107,7 @@ impl Checkpointer {
         Self {
             storages: crate::default_storages(),
             formats: crate::default_formats(),
-            #[cfg(all(feature = "node", unix))]
+            #[cfg(all(feature = "cache", unix))]
             upload_slots: None,
             #[cfg(feature = "trace")]
             trace: None,
@@ -156,7 +156,7 @@ impl Checkpointer {
     ///
     /// ```
     /// use dcp::Checkpointer;
-    /// use dcp::node::UploadSlots;
+    /// use dcp::cache::UploadSlots;
     ///
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let node = tempfile::tempdir()?;
@@ -167,9 +167,9 @@ impl Checkpointer {
     /// # Ok(())
     /// # }
     /// ```
-    #[cfg(all(feature = "node", unix))]
+    #[cfg(all(feature = "cache", unix))]
     #[must_use]
-    pub fn throttle_uploads(self, slots: dcp_storage_node::UploadSlots) -> Self {
+    pub fn throttle_uploads(self, slots: dcp_storage_cache::UploadSlots) -> Self {
         Self { upload_slots: Some(slots), ..self }
     }
 

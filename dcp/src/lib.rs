@@ -52,7 +52,7 @@
 //! | `http` | no | reading checkpoints from web servers |
 //! | `memory` | no | checkpoints in the memory of the process: `memory://` URLs |
 //! | `object-storage` | no | any `ObjectStore` of the `object_store` crate as a storage |
-//! | `node` | yes | a cache of remote storages on local disk, and turns to upload, for the processes of a node |
+//! | `cache` | yes | a cache of remote storages on local disk, and turns to upload, for the processes of a node |
 //! | `trace` | yes | traces of saves and loads: phases, files and requests of every rank, which Perfetto opens |
 //! | `collectives` | yes | groups of ranks: threads of one process, or processes over TCP |
 //! | `convert` | yes | offline jobs: inspect, verify, get, diff, stats, convert, reshard, average, merge, report |
@@ -91,10 +91,10 @@ pub use dcp_olmo as olmo;
 pub use dcp_planner as planner;
 #[cfg(feature = "state")]
 pub use dcp_state as state;
+#[cfg(feature = "cache")]
+pub use dcp_storage_cache as cache;
 #[cfg(feature = "fs")]
 pub use dcp_storage_fs as fs;
-#[cfg(feature = "node")]
-pub use dcp_storage_node as node;
 #[cfg(feature = "object-storage")]
 pub use dcp_storage_object as object_storage;
 

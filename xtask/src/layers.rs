@@ -93,7 +93,7 @@ const LAYERS: &[Layer] = &[
         never_named: &["Tensor", "SavePlan", "LoadPlan", "std::fs", "std::net"],
     },
     Layer {
-        package: "dcp-storage-node",
+        package: "dcp-storage-cache",
         uses: &["dcp-core"],
         tests_use: &["dcp-conformance", "dcp-testing"],
         never: &["object_store", "reqwest", "hyper", "zip", "serde_json", "ciborium"],
@@ -211,7 +211,7 @@ const LAYERS: &[Layer] = &[
             "dcp-formats",
             "dcp-storage-fs",
             "dcp-storage-object",
-            "dcp-storage-node",
+            "dcp-storage-cache",
             "dcp-trace",
             "dcp-collectives",
             "dcp-engine",
@@ -353,7 +353,7 @@ fn file_names_of_frameworks_stay_in_their_crates() {
         "dcp-engine",
         "dcp-convert",
         "dcp-storage-fs",
-        "dcp-storage-node",
+        "dcp-storage-cache",
         "dcp-storage-object",
         "dcp-collectives",
     ];

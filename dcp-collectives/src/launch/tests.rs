@@ -296,7 +296,7 @@ fn a_port_that_nobody_chose_has_others_of_this_job_alone() {
         let chosen = meeting(&with(launcher, &[("DCP_MASTER_PORT", "4000")]));
         assert_eq!((chosen.port, chosen.other_ports), (4000, vec![]));
     }
-    assert_eq!(meeting(PYTORCH).other_ports, []);
+    assert!(meeting(PYTORCH).other_ports.is_empty());
 }
 
 #[test]

@@ -74,10 +74,10 @@ impl Checkpointer {
     /// The storages of saves.
     fn target_storages(&self) -> StorageRegistry {
         let storages = self.traced_storages();
-        #[cfg(all(feature = "node", unix))]
+        #[cfg(all(feature = "cache", unix))]
         if let Some(slots) = self.upload_slots.clone() {
             return storages.layer(move |storage, _| {
-                Arc::new(dcp_storage_node::ThrottledStorage::new(storage, slots.clone()))
+                Arc::new(dcp_storage_cache::ThrottledStorage::new(storage, slots.clone()))
             });
         }
         storages

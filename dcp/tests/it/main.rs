@@ -23,6 +23,6 @@ mod replicas;
 mod sockets;
 #[path = "../support/state.rs"]
 mod state;
-#[cfg(all(feature = "node", unix))]
+#[cfg(all(feature = "cache", unix))]
 mod throttled;
 mod urls;

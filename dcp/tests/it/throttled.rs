@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use async_trait::async_trait;
+use dcp::cache::UploadSlots;
 use dcp::collectives::LocalGroup;
 use dcp::core::storage::{ObjectMeta, PartFuture, PutMode, Upload, UploadOptions};
 use dcp::core::{Collective as _, Key, Payload, Storage, StorageError};
-use dcp::node::UploadSlots;
 use dcp::{CheckpointError, Checkpointer, DType, Region, StateDict, StorageRegistry, Tensor};
 use dcp_conformance::MemoryStorage;
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
 use dcp_conformance::storage::trials;
-use dcp_storage_node::{CacheFolder, CachedStorage, ThrottledStorage, UploadSlots};
+use dcp_storage_cache::{CacheFolder, CachedStorage, ThrottledStorage, UploadSlots};
 
 fn main() -> ExitCode {
     let folder = tempfile::tempdir().unwrap();

@@ -9,7 +9,7 @@ use std::time::Duration;
 use dcp_conformance::MemoryStorage;
 use dcp_core::storage::{PutMode, ReadInto, ReadRequest, StorageExt};
 use dcp_core::{Buffer, Key, Storage, StorageErrorKind};
-use dcp_storage_node::{CacheFolder, CacheFolderBuilder, CachedStorage};
+use dcp_storage_cache::{CacheFolder, CacheFolderBuilder, CachedStorage};
 use dcp_testing::block_on;
 use proptest::prelude::*;
 

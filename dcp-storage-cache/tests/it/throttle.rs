@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use dcp_conformance::MemoryStorage;
 use dcp_core::storage::{PutMode, UploadOptions};
 use dcp_core::{Key, Storage};
-use dcp_storage_node::{ThrottledStorage, UploadSlots};
+use dcp_storage_cache::{ThrottledStorage, UploadSlots};
 use dcp_testing::block_on;
 
 /// Locks belong to open files, so slots that are opened separately act like processes.

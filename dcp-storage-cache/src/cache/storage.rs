@@ -30,7 +30,7 @@ const ATTEMPTS: u32 = 16;
 /// ```
 /// # use dcp_core::registry::StorageRegistry;
 /// # use dcp_core::StorageError;
-/// use dcp_storage_node::{CacheFolder, cache_layer};
+/// use dcp_storage_cache::{CacheFolder, cache_layer};
 ///
 /// # fn example(storages: StorageRegistry) -> Result<StorageRegistry, StorageError> {
 /// let folder = CacheFolder::new("/scratch/dcp").open()?;

@@ -24,8 +24,10 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 /// How long a rank that waits may take to answer that it is there. One that is late comes again.
 const PROBE: Duration = Duration::from_secs(5);
 
-/// How long rank 0 may take to greet a rank that connects to one of several ports.
-const GREETING: Duration = Duration::from_secs(10);
+/// How long rank 0 may at first take to greet a rank that connects to one of several ports. A stranger there may say
+/// nothing; rank 0 on a busy machine gets twice as long at each attempt.
+const GREETING: Duration = Duration::from_secs(1);
+const LONGEST_GREETING: Duration = Duration::from_secs(16);
 
 /// Finds the other ranks.
 pub(super) fn meet(config: &mut TcpConfig) -> Result<Node, CollectiveError> {
@@ -182,9 +184,9 @@ fn keep_those_here(joined: &mut HashMap<Rank, Joiner>, deadline: Deadline) {
 }
 
 fn join(config: &TcpConfig, deadline: Deadline) -> Result<Node, CollectiveError> {
-    let (mut pause, mut earlier) = (FIRST_PAUSE, None);
+    let (mut pause, mut greeting, mut earlier) = (FIRST_PAUSE, GREETING, None);
     loop {
-        let problem = match attempt(config, deadline) {
+        let problem = match attempt(config, greeting, deadline) {
             Ok(node) => return Ok(node),
             Err(DialError::Refused { reason, retry: false }) => return Err(failed(reason)),
             Err(DialError::Stranger(reason)) if config.other_ports.is_empty() => {
@@ -210,16 +212,18 @@ fn join(config: &TcpConfig, deadline: Deadline) -> Result<Node, CollectiveError>
                 )));
             }
         }
-        (pause, earlier) = ((2 * pause).min(LONGEST_PAUSE), Some(problem));
+        pause = (2 * pause).min(LONGEST_PAUSE);
+        greeting = (2 * greeting).min(LONGEST_GREETING);
+        earlier = Some(problem);
     }
 }
 
 /// Tries each address of the master once. What listens at one of several ports may be anything.
-fn attempt(config: &TcpConfig, deadline: Deadline) -> Result<Node, DialError> {
+fn attempt(config: &TcpConfig, greeting: Duration, deadline: Deadline) -> Result<Node, DialError> {
     let mut problem = DialError::Io(io::Error::other("its name has no address"));
     for port in config.ports() {
         for master in (config.master_host.as_str(), port).to_socket_addrs()? {
-            match join_at(config, master, deadline) {
+            match join_at(config, master, greeting, deadline) {
                 Err(error @ DialError::Refused { retry: false, .. }) => return Err(error),
                 // Someone's answer says more than that nobody listens at another port.
                 Err(DialError::Io(_)) if is_answer(&problem) => {}
@@ -235,7 +239,12 @@ fn is_answer(problem: &DialError) -> bool {
     matches!(problem, DialError::Refused { .. } | DialError::Stranger(_))
 }
 
-fn join_at(config: &TcpConfig, master: SocketAddr, deadline: Deadline) -> Result<Node, DialError> {
+fn join_at(
+    config: &TcpConfig,
+    master: SocketAddr,
+    greeting: Duration,
+    deadline: Deadline,
+) -> Result<Node, DialError> {
     let listen_at = match (config.bind, master.ip()) {
         (Some(address), _) => address,
         (None, ip) if config.is_on_one_host() => ip,
@@ -257,11 +266,10 @@ fn join_at(config: &TcpConfig, master: SocketAddr, deadline: Deadline) -> Result
         },
     };
     let patience = Patience::until(deadline);
-    // A stranger at one of several ports may say nothing.
     let greeting = match config.other_ports.is_empty() {
         true => patience,
         false => {
-            Patience::until(Deadline::after(GREETING.min(deadline.left().unwrap_or_default())))
+            Patience::until(Deadline::after(greeting.min(deadline.left().unwrap_or_default())))
         }
     };
     let channel = dial(master, &config.security, &hello, greeting, patience)?;
@@ -324,17 +332,18 @@ mod tests {
         assert_eq!(results, [Ok(()), Ok(())]);
     }
 
-    /// The port is that of another job, which answers, and the next one of nobody.
+    /// The first port is that of another job, which answers, the second one of a program that says nothing.
     #[test]
     fn a_taken_port_is_passed_over_by_all_ranks() {
         let ports = [reserved_port(), reserved_port()];
         let [taken, free] = [ports[0].1, ports[1].1];
+        let (_says_nothing, silent) = dcp_testing::listener();
         let (listener, other) = (TcpListener::bind((loopback(), taken)).unwrap(), "another job");
         let stranger = patient(0, 2, taken).job(other).listener(listener);
         let (stranger, results) = thread::scope(|scope| {
             let stranger = scope.spawn(|| stranger.connect()?.barrier());
             let results = on_each(vec![0, 1, 2], |rank| {
-                let config = patient(rank, 3, taken).other_ports(vec![taken, free]);
+                let config = patient(rank, 3, taken).other_ports(vec![silent, free]);
                 config.job("mine").connect()?.barrier()
             });
             let last = patient(1, 2, taken).job(other).connect().and_then(|last| last.barrier());

@@ -1,12 +1,16 @@
 //! Values that ranks have under one name are compared, and those that differ are named.
 
-use std::sync::Arc;
+use std::fmt;
+use std::sync::{Arc, Mutex};
 
 use dcp_core::error::FailureKind;
 use dcp_core::{StateDict, Storage, StorageErrorKind, Value};
 use dcp_engine::{SaveSummary, Saver};
 use dcp_formats::dcp::DcpWriter;
 use dcp_testing::CountingCollective;
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::harness::{block_on, counting_whole, memory, on_ranks, sample};
 
@@ -41,6 +45,58 @@ fn values_of_one_rank_under_a_name_of_all_are_named_on_every_rank() {
             assert_eq!(names(summary), [("tensor", &[1, 2][..]), ("value", &[2])], "step {step}");
         }
     }
+}
+
+/// Notes the names in warnings.
+#[derive(Clone, Debug, Default)]
+struct Warned(Arc<Mutex<Vec<String>>>);
+
+impl Visit for Warned {
+    fn record_debug(&mut self, _: &Field, _: &dyn fmt::Debug) {}
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        if field.name() == "fqn" {
+            self.0.lock().unwrap().push(value.to_owned());
+        }
+    }
+}
+
+impl Subscriber for Warned {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.level() == &Level::WARN
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        event.record(&mut self.clone());
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+#[test]
+fn the_coordinator_warns_of_what_differs_by_name() {
+    let place = memory();
+    let warnings = on_ranks(2, |rank, group| {
+        let warned = Warned::default();
+        let mut state = sample(rank, 2, 0);
+        state.insert("rng", i64::from(rank));
+        let writer = DcpWriter::new(Arc::clone(&place));
+        tracing::subscriber::with_default(warned.clone(), || {
+            block_on(Saver::new().group(group).save(&state, &writer)).unwrap();
+        });
+        warned.0.lock().unwrap().clone()
+    });
+    assert_eq!(warnings, [vec!["rng".to_owned()], vec![]]);
 }
 
 #[test]

@@ -242,7 +242,6 @@ mod tests {
                 ("q.weight_packed", DType::Int32, &[8, 1]),
                 ("q.weight_scale", DType::BFloat16, &[8, 1]),
                 ("q.weight_zero_point", DType::Int32, &[1, 1]),
-                ("q.weight_g_idx", DType::Int32, &[8]),
             ],
             &[("q.bias", DType::BFloat16, &[8])],
         ),

@@ -143,18 +143,20 @@ fn f06_f07_f14_every_metadata_decodes_to_what_pytorch_says() {
 /// The index of a checkpoint of many ranks is large, and all of them read it.
 #[test]
 fn an_index_is_no_larger_than_that_of_pytorch() {
+    const CLASS_NAMES: usize = 272;
     let (mut ours, mut theirs) = (0, 0);
     for name in support::names() {
         for (file, _) in support::metadata_files(&name) {
             let stored = fs::read(&file).unwrap();
             let profile = Profile::of(&stored).unwrap();
             let encoded = encode(&decode(&stored).unwrap(), profile).unwrap();
-            assert!(encoded.len() <= stored.len(), "{name}: {} {}", encoded.len(), stored.len());
+            // Protocol 2 writes the module of each class, PyTorch's once: a few bytes in all.
+            let most = stored.len() + CLASS_NAMES;
+            assert!(encoded.len() <= most, "{name}: {} {}", encoded.len(), stored.len());
             (ours, theirs) = (ours + encoded.len(), theirs + stored.len());
         }
     }
-    assert!(theirs > 100_000, "{theirs}");
-    eprintln!("{ours} bytes, {theirs} of PyTorch");
+    assert!(theirs > 100_000 && ours * 10 < theirs * 9, "{ours} bytes, {theirs} of PyTorch");
 }
 
 /// Names that a pickle would import.

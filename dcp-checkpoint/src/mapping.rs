@@ -153,7 +153,8 @@ impl MappingOptions {
         if self.layers == Some(LayerSpec::Local) {
             how.spec = LayerSpec::Local;
         }
-        if to == Format::TorchDist {
+        // From Hugging Face a mapping goes to Megatron-Core, or to the program that it is for.
+        if to == Format::TorchDist || origin == Origin::HuggingFace {
             let config = config_of(opened, config).await?;
             let mapping = match wanted {
                 Chosen::Auto => recognize_config(&config).map_err(|error| {
@@ -165,6 +166,7 @@ impl MappingOptions {
                 Chosen::Of(mapping) => {
                     if let Ok(own) = recognize_config(&config)
                         && own.name() != mapping.name()
+                        && mapping.program().is_none()
                     {
                         notes.say(format!(
                             "{CONFIG} is of {own} and is read as one of {}, which --arch names; \
@@ -193,6 +195,13 @@ impl MappingOptions {
                 let message = format!("{option} {does} for Megatron-Core, and this goes from it");
                 return Err(Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out"));
             }
+        }
+        if let (Chosen::Of(mapping), None) = (&wanted, config)
+            && let Some(program) = mapping.program()
+        {
+            let message = format!("a model of {program} says nothing about its heads");
+            return Err(Error::new(ErrorKind::Undecided, message)
+                .with_hint("pass --config DIR, the folder with the config.json of the model"));
         }
         let mut facts = facts(opened, &source, notes).await?;
         let given = match config {
@@ -248,6 +257,18 @@ impl MappingOptions {
             Architecture::Auto => Chosen::Auto,
             Architecture::Of(mapping) => Chosen::Of(mapping.clone()),
         };
+        let program = match &chosen {
+            Chosen::Of(mapping) => mapping.program(),
+            Chosen::Auto => None,
+        };
+        if let Some(program) = program.filter(|_| to == Format::TorchDist || from_megatron) {
+            let message = format!(
+                "--arch goes to {program} or from there, and {} is Megatron-Core's",
+                if from_megatron { format!("{:?}", opened.uri) } else { format!("--to {to}") }
+            );
+            return Err(Error::new(ErrorKind::InvalidOption, message)
+                .with_hint("leave it out, or say --to hf or --to dcp"));
+        }
         if from_megatron && to == Format::TorchDist {
             let message = format!(
                 "--arch goes to Hugging Face or from there, and both {:?} and --to torch-dist are \
@@ -256,7 +277,11 @@ impl MappingOptions {
             );
             return Err(Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out"));
         }
-        if origin == Origin::HuggingFace && to != Format::TorchDist {
+        let stays = match program {
+            None => to != Format::TorchDist,
+            Some(_) => to == Format::HuggingFace,
+        };
+        if origin == Origin::HuggingFace && stays {
             let message = format!(
                 "--arch goes to Megatron-Core or from there, and neither {:?} nor --to {to} is \
                  Megatron-Core's",

@@ -12,7 +12,7 @@ use dcp_formats::hf::{
     CONFIG_ASIDE, CONFIG_NAME, HfLayout, INDEX_ENDING, config_with_dtype,
     config_without_quantization, names_scales,
 };
-use dcp_mapping::recognize_config;
+use dcp_mapping::{Mapping, recognize_config};
 use futures_util::StreamExt as _;
 
 use crate::checkpoint::Checkpoint;
@@ -326,24 +326,33 @@ pub(crate) fn say_dtype(files: &mut Files, dtype: DType) -> Result<(), Error> {
     Ok(())
 }
 
-/// Refuses a configuration of a family that is known, of whose tensors none has a name: transformers
-/// opens such a folder with random weights.
+/// Refuses a configuration of a family that is known, where no tensor has a name of that family or some
+/// have names of another program: transformers opens such a folder with random weights.
 pub(crate) fn refuse_other_names(files: &Files, names: &CheckpointMetadata) -> Result<(), Error> {
     let config = files.iter().find(|(key, _)| key.as_str() == CONFIG_NAME);
     let config = config.and_then(|(_, bytes)| serde_json::from_slice(bytes).ok());
     let Some(Ok(family)) = config.map(|config: serde_json::Value| recognize_config(&config)) else {
         return Ok(());
     };
-    let mut tensors = names.iter().filter(|(_, entry)| entry.as_tensor().is_some());
-    if tensors.any(|(fqn, _)| family.names_in_hf(fqn)) {
-        return Ok(());
+    let tensors = || names.iter().filter(|(_, entry)| entry.as_tensor().is_some());
+    let others = || tensors().map(|(fqn, _)| fqn).filter(|fqn| !family.names_in_hf(fqn));
+    let title = family.title();
+    for mapping in Mapping::of_programs()? {
+        let Some(program) = mapping.program() else { continue };
+        if let Some(first) = others().find(|fqn| mapping.names_in_program(fqn)) {
+            let message =
+                format!("config.json is of {title}, and {first:?} is a name of {program}");
+            return Err(Error::new(ErrorKind::InvalidOption, message).with_hint(format!(
+                "--arch {} gives tensors the names of transformers, and the rows that go with them",
+                mapping.name()
+            )));
+        }
     }
-    let Some((first, _)) = names.iter().find(|(_, entry)| entry.as_tensor().is_some()) else {
+    let Some(first) = others().next().filter(|_| others().count() == tensors().count()) else {
         return Ok(());
     };
     let message = format!(
-        "config.json is of {}, and no tensor has a name of that family; the first is {first:?}",
-        family.title()
+        "config.json is of {title}, and no tensor has a name of that family; the first is {first:?}"
     );
     Err(Error::new(ErrorKind::InvalidOption, message).with_hint(
         "give tensors the names of transformers with --rename or --map, or pass --config with the \

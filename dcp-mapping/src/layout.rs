@@ -20,6 +20,16 @@ pub(crate) enum Op {
     Concat { axis: usize, sizes: Option<Vec<Size>> },
     /// One row for each token, in Megatron with rows added to make it divisible.
     Vocab,
+    /// The rows of each head in pairs that a position turns together: neighbors on the other side, and
+    /// in Hugging Face the first of all pairs and then the second.
+    Rotary(Heads),
+}
+
+/// Whose heads rows are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Heads {
+    Query,
+    Key,
 }
 
 /// How long a part is.
@@ -146,6 +156,7 @@ impl Op {
         match self {
             Op::Copy => Ok(Division::one(len, len, len)),
             Op::Qkv => qkv(len, lens.as_deref(), parts, facts),
+            Op::Rotary(heads) => rotary(len, *heads, facts),
             Op::Concat { sizes, .. } => {
                 let total = lens.as_ref().map_or(Some(len), |lens| sum(lens));
                 let total = total.ok_or("is too large")?;
@@ -370,4 +381,42 @@ fn qkv(len: u64, lens: Option<&[u64]>, parts: usize, facts: &Facts) -> Result<Di
         }
     }
     Ok(Division { axis: 0, parts, whole: total, runs })
+}
+
+/// Rows of query or key whose neighbors turn together, as complex numbers. With `H` rows in a head, row
+/// `2 * i + part` of a head is row `part * H / 2 + i` of it in Hugging Face, where the rows of the two
+/// halves turn together (`rotate_half`). So scores of query and key, which are sums over the rows of a
+/// head, are the same, as both are reordered alike.
+fn rotary(len: u64, heads: Heads, facts: &Facts) -> Result<Division, String> {
+    let query = facts.need("num_attention_heads", "the rows of query and key")?;
+    let count = match heads {
+        Heads::Query => query,
+        Heads::Key => facts.query_groups(query).map_err(|error| error.to_string())?,
+    };
+    let head = match len.checked_rem(count) {
+        Some(0) => len / count,
+        _ => return Err(format!("{len} rows are not those of {count} heads")),
+    };
+    if let Some(known) = facts.get_u64("kv_channels").map_err(|error| error.to_string())?
+        && known != head
+    {
+        return Err(format!(
+            "it has {len} rows, {head} for each of {count} heads, which have {known} channels"
+        ));
+    }
+    if !head.is_multiple_of(2) {
+        return Err(format!("a head of {head} rows has no pairs that turn together"));
+    }
+    // Each row is a piece of its own.
+    if len > crate::template::NUMBER_MAX {
+        return Err(format!("there are {len} rows, too many"));
+    }
+    let half = head / 2;
+    let mut runs = Vec::new();
+    for first in (0..len).step_by(usize::try_from(head.max(1)).unwrap_or(usize::MAX)) {
+        for (from, to) in (0..half).flat_map(|i| [(i, 2 * i), (half + i, 2 * i + 1)]) {
+            runs.push(Run { part: 0, from: first + from, to: first + to, len: 1 });
+        }
+    }
+    Ok(Division { axis: 0, parts: vec![len], whole: len, runs })
 }

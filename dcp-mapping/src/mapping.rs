@@ -33,6 +33,8 @@ pub(crate) struct Copied {
 pub(crate) struct Family {
     pub(crate) name: String,
     pub(crate) title: String,
+    /// The program whose names the other side has, where it is not Megatron-Core.
+    pub(crate) program: Option<String>,
     pub(crate) model_types: Vec<String>,
     pub(crate) hf_prefixes: Vec<String>,
     pub(crate) megatron_prefixes: Vec<String>,
@@ -120,6 +122,24 @@ impl Mapping {
     #[must_use]
     pub fn title(&self) -> &str {
         &self.family.title
+    }
+
+    /// The program whose names the mapping gives to tensors of Hugging Face and takes from others, where
+    /// it is not Megatron-Core. Its checkpoints have no padding, stacked layers or arguments.
+    #[must_use]
+    pub fn program(&self) -> Option<&str> {
+        self.family.program.as_deref()
+    }
+
+    /// Whether a tensor has this name in the program that the other side is of.
+    #[must_use]
+    pub fn names_in_program(&self, fqn: &str) -> bool {
+        let names = self.rules.iter().flat_map(|rule| &rule.megatron);
+        let prefixes = &self.family.megatron_prefixes;
+        let namings = prefixes.iter().map(|prefix| Naming { prefix: prefix.clone(), mtp_from: 0 });
+        let namings: Vec<_> = namings.collect();
+        let mut both = names.flat_map(|name| namings.iter().map(move |naming| (name, naming)));
+        both.any(|(name, naming)| name.numbers(fqn, naming).is_some())
     }
 
     /// The `model_type`s in transformers' `config.json` that this mapping is for.

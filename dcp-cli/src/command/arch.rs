@@ -10,6 +10,8 @@ use crate::output::style::{columns, left};
 
 /// List the model families that convert between Megatron-Core and Hugging Face, or print one.
 ///
+/// torchtitan_llama converts between torchtitan and Hugging Face.
+///
 /// A family is a mapping, declared in TOML: which tensor of Megatron-Core is which tensors of
 /// transformers, and what is done between them. Print one, change it, and pass the file to
 /// `dcp convert --arch`.
@@ -35,7 +37,8 @@ pub(crate) fn arch(args: &Arch, out: &Output) -> Result<(), Failure> {
         let mapping = Mapping::builtin(family)?;
         return out.write_own(Mapping::declaration(mapping.name()).unwrap_or_default());
     }
-    let families = Mapping::builtins()?;
+    let mut families = Mapping::builtins()?;
+    families.extend(Mapping::of_programs()?);
     if args.json {
         let one = |family: &Mapping| {
             json!({

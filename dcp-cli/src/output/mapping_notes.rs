@@ -8,11 +8,11 @@ use super::Output;
 /// Prints what a mapping did.
 pub(crate) fn mapping_notes(report: &MappingReport, out: &Output) {
     let what = match report.direction {
-        Direction::ToMegatron => "Megatron-Core's",
-        _ => "Hugging Face's",
+        Direction::ToMegatron => report.program.as_deref().unwrap_or("Megatron-Core"),
+        _ => "Hugging Face",
     };
     out.note(&format!(
-        "mapped as {}: {} made of {} of the checkpoint, under {what} names",
+        "mapped as {}: {} made of {} of the checkpoint, under {what}'s names",
         report.family,
         count(report.created.len(), "tensor"),
         report.used.len()

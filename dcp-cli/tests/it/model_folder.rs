@@ -247,12 +247,17 @@ fn names_of_another_family_than_the_configuration_are_refused() {
     fs::write(folder.path().join("config/config.json"), r#"{"model_type":"llama"}"#).unwrap();
     let (file, config) = (at("a.safetensors"), at("config"));
     let convert = ["convert", &file, &at("o"), "--to=hf", "--overwrite", "--config", &config];
-    let titan: [(&str, &str, usize, &[usize]); 2] = [
+    // A norm has one name in both.
+    let titan: [(&str, &str, usize, &[usize]); 3] = [
         ("layers.0.attention.wq.weight", "F32", 4, &[2, 2]),
+        ("norm.weight", "F32", 4, &[2]),
         ("tok_embeddings.weight", "F32", 4, &[2]),
     ];
     weights(file.as_ref(), &titan, &Value::Null);
-    dcp(convert).fails(2, &["config.json is of Llama", "layers.0.attention.wq.weight"]);
+    dcp(convert)
+        .fails(2, &["config.json is of Llama", "a name of torchtitan", "--arch torchtitan_llama"]);
+    weights(file.as_ref(), &[("h.0.attn.weight", "F32", 4, &[2, 2])], &Value::Null);
+    dcp(convert).fails(2, &["config.json is of Llama", "h.0.attn.weight"]);
     for name in ["model.layers.0.self_attn.o_proj.weight", "layers.0.self_attn.o_proj.weight"] {
         weights(file.as_ref(), &[(name, "F32", 4, &[2, 2])], &Value::Null);
         dcp(convert).ok();
@@ -343,4 +348,66 @@ fn what_is_combined_of_models_is_a_model() {
             assert!(folder.path().join("out").join(name).is_file(), "{command:?} {name}");
         }
     }
+}
+
+/// The rows of query and key are in another order, so that names alone would make another model.
+#[test]
+fn a_model_of_torchtitan_becomes_one_of_transformers_and_one_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let file = at("titan.safetensors");
+    let tensors: [(&str, &str, usize, &[usize]); 12] = [
+        ("tok_embeddings.weight", "F32", 4, &[7, 8]),
+        ("layers.0.attention.wq.weight", "F32", 4, &[8, 8]),
+        ("layers.0.attention.wk.weight", "F32", 4, &[4, 8]),
+        ("layers.0.attention.wv.weight", "F32", 4, &[4, 8]),
+        ("layers.0.attention.wo.weight", "F32", 4, &[8, 8]),
+        ("layers.0.feed_forward.w1.weight", "F32", 4, &[3, 8]),
+        ("layers.0.feed_forward.w2.weight", "F32", 4, &[8, 3]),
+        ("layers.0.feed_forward.w3.weight", "F32", 4, &[3, 8]),
+        ("layers.0.attention_norm.weight", "F32", 4, &[8]),
+        ("layers.0.ffn_norm.weight", "F32", 4, &[8]),
+        ("norm.weight", "F32", 4, &[8]),
+        ("output.weight", "F32", 4, &[7, 8]),
+    ];
+    weights(file.as_ref(), &tensors, &Value::Null);
+    let mut bytes = fs::read(&file).unwrap();
+    let data =
+        bytes.len() - tensors.iter().map(|t| t.2 * t.3.iter().product::<usize>()).sum::<usize>();
+    for (at, element) in bytes[data..].chunks_exact_mut(4).enumerate() {
+        element.copy_from_slice(&(at as f32).to_le_bytes());
+    }
+    fs::write(&file, bytes).unwrap();
+    fs::create_dir(at("config")).unwrap();
+    let config = json!({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8,
+        "intermediate_size": 3, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 7, "rope_theta": 500000.0,
+    });
+    fs::write(at("config/config.json"), config.to_string()).unwrap();
+    let (hf, config) = (at("hf"), at("config"));
+    dcp(["convert", &file, &hf, "--to=hf", "--arch=torchtitan_llama"])
+        .fails(2, &["a model of torchtitan says nothing about its heads", "--config DIR"]);
+    let to_hf = ["convert", &file, &hf, "--to=hf", "--arch=torchtitan_llama", "--config", &config];
+    said(&dcp(to_hf), "mapped as torchtitan_llama: 12 tensors made of 12");
+    let query =
+        dcp(["get", &hf, "model.layers.0.self_attn.q_proj.weight", "--slice", ":,0", "--json"])
+            .json();
+    // Rows of the first head, of which 56 elements are before the first: 0, 2, 1, 3.
+    let rows: Vec<_> =
+        query["values"].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect();
+    let first = rows[0];
+    assert_eq!(
+        rows[..4].iter().map(|row| (row - first) / 8.0).collect::<Vec<_>>(),
+        [0.0, 2.0, 1.0, 3.0]
+    );
+    let back = at("back");
+    said(
+        &dcp(["convert", &hf, &back, "--to=dcp", "--arch=torchtitan_llama"]),
+        "under torchtitan's names",
+    );
+    dcp(["diff", &file, &back]).ok();
+    dcp(["convert", &hf, &at("x"), "--to=torch-dist", "--arch=torchtitan_llama"])
+        .fails(2, &["--arch goes to torchtitan or from there"]);
+    assert!(dcp(["arch"]).ok().contains("torchtitan_llama"));
 }

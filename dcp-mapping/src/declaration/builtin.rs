@@ -13,6 +13,9 @@ impl Mapping {
     ///
     /// [`MappingError::UnknownFamily`] when there is none.
     pub fn builtin(name: &str) -> Result<Self, MappingError> {
+        if let Some((_, file, text)) = families::PROGRAMS.iter().find(|one| one.0 == name) {
+            return parse(text, file);
+        }
         let mut by_type = None;
         for (file, text) in families::FILES {
             let mapping = parse(text, file)?;
@@ -39,11 +42,23 @@ impl Mapping {
         families::FILES.iter().map(|(file, text)| parse(text, file)).collect()
     }
 
+    /// The mappings that come with this crate for models of other programs than Megatron-Core, such as
+    /// torchtitan.
+    ///
+    /// # Errors
+    ///
+    /// None in a released crate: a test reads them all.
+    pub fn of_programs() -> Result<Vec<Self>, MappingError> {
+        families::PROGRAMS.iter().map(|(_, file, text)| parse(text, file)).collect()
+    }
+
     /// The TOML of a family that comes with this crate, to begin one's own with.
     #[must_use]
     pub fn declaration(family: &str) -> Option<&'static str> {
-        let mut files = families::NAMES.iter().zip(families::FILES);
-        files.find_map(|(name, (_, text))| (*name == family).then_some(*text))
+        let files = families::NAMES.iter().zip(families::FILES);
+        let files = files.map(|(name, (_, text))| (*name, *text));
+        let mut all = files.chain(families::PROGRAMS.iter().map(|(name, _, text)| (*name, *text)));
+        all.find_map(|(name, text)| (name == family).then_some(text))
     }
 
     /// The names of the families that come with this crate.

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use toml::Spanned;
 
 use crate::error::MappingError;
-use crate::layout::{Op, Size};
+use crate::layout::{Heads, Op, Size};
 use crate::mapping::{ConfigRules, Drop, Family, Layers, Mapping, Recognize, Rule};
 use crate::template::{Hole, Template};
 
@@ -50,6 +50,8 @@ struct FamilyTable {
     name: String,
     #[serde(default)]
     title: Option<String>,
+    #[serde(default)]
+    program: Option<String>,
     #[serde(default)]
     model_types: Vec<String>,
     #[serde(default)]
@@ -103,6 +105,7 @@ struct RuleTable {
     op: Option<Spanned<String>>,
     axis: Option<usize>,
     sizes: Option<Spanned<Vec<String>>>,
+    heads: Option<Spanned<String>>,
     #[serde(default)]
     transpose: bool,
     #[serde(default)]
@@ -182,6 +185,7 @@ pub(crate) fn parse(text: &str, file: &str) -> Result<Mapping, MappingError> {
     let family = Family {
         title: parsed.family.title.unwrap_or_else(|| parsed.family.name.clone()),
         name: parsed.family.name,
+        program: parsed.family.program,
         model_types: parsed.family.model_types,
         hf_prefixes: some(parsed.family.hf_prefix, &[""]),
         megatron_prefixes: some(parsed.family.megatron_prefix, MEGATRON_PREFIXES),
@@ -254,6 +258,13 @@ impl Reader<'_> {
     }
 
     fn rule(&self, table: RuleTable, span: &Range<usize>) -> Result<Rule, MappingError> {
+        let rotary = match table.op.as_ref().filter(|op| op.get_ref() == "rotary") {
+            Some(op) => Some(self.rotary(op, &table)?),
+            None => None,
+        };
+        if let (Some(heads), None) = (&table.heads, &rotary) {
+            return Err(self.error(&heads.span(), "only \"rotary\" has heads"));
+        }
         let hf_span = table.hf.span();
         let names = match table.hf.into_inner() {
             Names::One(name) => vec![name],
@@ -274,7 +285,10 @@ impl Reader<'_> {
         for name in &table.also {
             megatron.push(self.template(name, true)?);
         }
-        let op = self.op(&table.op, table.axis, table.sizes.as_ref(), hf.len(), span)?;
+        let op = match rotary {
+            Some(op) => op,
+            None => self.op(&table.op, table.axis, table.sizes.as_ref(), hf.len(), span)?,
+        };
         let first = self.holes(hf.iter().chain(&megatron), span)?;
         if first.contains(&Hole::Mtp) && first.contains(&Hole::Layer) {
             return Err(self.error(span, "a rule is about {layer} or about {mtp}, not both"));
@@ -389,8 +403,8 @@ impl Reader<'_> {
             }
             _ => {
                 let problem = format!(
-                    "there is no operation {name:?}; there are \"copy\", \"qkv\", \"concat\" and \
-                     \"vocab\""
+                    "there is no operation {name:?}; there are \"copy\", \"qkv\", \"concat\", \
+                     \"vocab\" and \"rotary\""
                 );
                 return Err(self.error(&span, problem));
             }
@@ -402,6 +416,22 @@ impl Reader<'_> {
         let counts = if counts.is_empty() { "at least 1".to_owned() } else { counts };
         let problem = format!("{name:?} takes {counts} of Hugging Face's names, not {parts}");
         Err(self.error(&span, problem))
+    }
+
+    fn rotary(&self, op: &Spanned<String>, table: &RuleTable) -> Result<Op, MappingError> {
+        let is_one = match table.hf.get_ref() {
+            Names::One(_) => true,
+            Names::Several(names) => names.len() == 1,
+        };
+        if !is_one || table.axis.is_some() || table.sizes.is_some() || table.transpose {
+            let problem = "\"rotary\" takes one of Hugging Face's names, and heads alone";
+            return Err(self.error(&op.span(), problem));
+        }
+        match table.heads.as_ref().map(|heads| heads.get_ref().as_str()) {
+            Some("query") => Ok(Op::Rotary(Heads::Query)),
+            Some("key") => Ok(Op::Rotary(Heads::Key)),
+            _ => Err(self.error(&op.span(), "\"rotary\" has the heads \"query\" or \"key\"")),
+        }
     }
 
     fn sizes(&self, sizes: &Spanned<Vec<String>>, parts: usize) -> Result<Vec<Size>, MappingError> {

@@ -21,7 +21,7 @@ use crate::error::MappingError;
 use crate::facts::{Facts, bad};
 use crate::map::compile::Compiler;
 use crate::map::extra_state::extra_states;
-use crate::map::options::{Direction, MapOptions};
+use crate::map::options::{Direction, LayerForm, MapOptions};
 use crate::map::resolve::{Resolved, Resolver};
 use crate::mapping::Mapping;
 use crate::recognize::shapes::Shapes;
@@ -44,6 +44,9 @@ pub struct Mapped {
 pub struct MappingReport {
     /// The mapping's name.
     pub family: String,
+    /// The program of the other side, where it is not Megatron-Core.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub program: Option<String>,
     /// Which way.
     pub direction: Direction,
     /// Source tensors that were used.
@@ -87,8 +90,8 @@ pub async fn map_to_hf(
 }
 
 /// A transformers model's weights as Megatron-Core has them, with a common state that holds the
-/// model's arguments. `facts` come from its `config.json`
-/// ([`Mapping::facts_of_config`]).
+/// model's arguments, or as the [program](Mapping::program) of the mapping has them. `facts` come from
+/// its `config.json` ([`Mapping::facts_of_config`]).
 ///
 /// # Errors
 ///
@@ -122,6 +125,13 @@ async fn map(
         unlike = crate::recognize::family_check::fit(mapping, &shapes, &mut known)?;
     }
     let mut facts = known.clone();
+    // Only checkpoints of Megatron-Core stack layers, and have arguments and states of layers.
+    let is_megatron = mapping.program().is_none() && direction == Direction::ToMegatron;
+    let mut options = options.clone();
+    if mapping.program().is_some() {
+        options.layers = LayerForm::PerLayer;
+    }
+    let options = &options;
     let resolved = Resolver::new(mapping, &metadata, &known, options, direction).resolve()?;
     let compiler = Compiler {
         mapping,
@@ -147,7 +157,7 @@ async fn map(
         if target.trimmed > 0 {
             report.trimmed.push((name.clone(), target.trimmed));
         }
-        if direction == Direction::ToMegatron {
+        if is_megatron {
             let grid = target.shape.get(..target.lead).unwrap_or_default();
             for key in extra_states(&name, grid, options.spec) {
                 // Megatron has every object in a list of its own.
@@ -165,9 +175,10 @@ async fn map(
             note_vocabulary(&facts, &report.trimmed, &mut report.notes)?;
             note_arguments(mapping, &facts, &mut report.notes);
         }
-        Direction::ToMegatron => {
+        Direction::ToMegatron if is_megatron => {
             learn(&mut facts, mapping, &resolved, view.metadata(), &report.padded)?;
         }
+        _ => {}
     }
     facts.set("untie_embeddings_and_output_weights", !resolved.tied);
     if let Some(freq) = resolved.moe_layer_freq() {
@@ -177,7 +188,7 @@ async fn map(
     if let Some(dtype) = options.params_dtype.or(stored) {
         facts.set("params_dtype", format!("torch.{dtype}"));
     }
-    if direction == Direction::ToMegatron {
+    if is_megatron {
         let mut common = common_state::common_state(&facts);
         for (key, value) in options.common.clone().into_iter().flatten() {
             common.insert(key, value);
@@ -205,6 +216,7 @@ fn report(
     used.dedup();
     MappingReport {
         family: mapping.family.name.clone(),
+        program: mapping.family.program.clone(),
         direction,
         used: used.iter().filter_map(|e| Some(Arc::clone(metadata.at(*e)?.0))).collect(),
         dropped: resolved.dropped.clone(),

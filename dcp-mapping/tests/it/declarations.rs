@@ -58,6 +58,13 @@ fn every_mistake_has_its_line() {
             "at most one",
         ),
         ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\nlayers = \"odd\"", 7, "\"odd\""),
+        ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\nop = \"rotary\"", 7, "has the heads \"query\""),
+        ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\nheads = \"key\"", 7, "only \"rotary\" has heads"),
+        (
+            "[[rule]]\nhf = [\"a\", \"c\"]\nmegatron = \"b\"\nop = \"rotary\"\nheads = \"key\"",
+            7,
+            "one of Hugging Face's names",
+        ),
         ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\nlayers = \"moe\"", 4, "no {layer}"),
         ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\nhf_dtype = \"float17\"", 7, "\"float17\""),
         (

@@ -17,3 +17,4 @@ mod reference;
 mod run_config;
 mod support;
 mod targets;
+mod torchtitan;

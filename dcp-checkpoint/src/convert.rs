@@ -151,7 +151,8 @@ impl Conversion<'_> {
             false => Whole::of_keys(self.checkpoint, &selection.needed()).await?,
         };
         let (destination, job) = (&self.destination, &self.job);
-        let work = destination.work("conversion", job).option("keys", &self.keys);
+        let work = destination.work("conversion", &checkpoint, job).await?;
+        let work = work.option("keys", &selection);
         let work = work.option("the mapping of names", &self.mapping);
         let work = work.option("optimizer", &(self.optimizer, self.optimizer_layout));
         let work = work.option("--dequantize", &self.dequantize);

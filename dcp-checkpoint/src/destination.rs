@@ -30,6 +30,8 @@ use crate::target::{Place, TargetOptions};
 
 /// The most bytes of tensors in a file of a Hugging Face model, as transformers has it.
 const MAX_SHARD_BYTES: u64 = 5_000_000_000;
+/// The ranks that a checkpoint is written for without an option.
+const RANKS: u32 = 1;
 
 /// Where a checkpoint is written, and as what. A text alone is a file or directory of the format
 /// that its name says.
@@ -244,22 +246,36 @@ impl Destination {
         Ok(format)
     }
 
-    /// A job with this destination and no other option yet.
-    pub(crate) fn work(&self, name: &str, job: &JobOptions) -> Work {
+    /// A job with this destination and no other option yet. Options count by what they mean, so that
+    /// a default which one rank names is that of the others.
+    ///
+    /// # Errors
+    ///
+    /// When the layout of `checkpoint` cannot be read.
+    pub(crate) async fn work(
+        &self,
+        name: &str,
+        checkpoint: &Checkpoint,
+        job: &JobOptions,
+    ) -> Result<Work, Error> {
         let format = self.format.or_else(|| Format::of_name(&self.uri).ok());
         // Read for other ranks alone.
         let config = self.config.as_deref().filter(|_| job.group.is_some());
-        Work::new(name, job)
+        let megatron = match job.group.is_some() {
+            true => Some((self.megatron.layout(checkpoint).await?, self.megatron.written_form())),
+            false => None,
+        };
+        Ok(Work::new(name, job)
             .option("--to", &format)
-            .option("--ranks", &self.ranks)
+            .option("--ranks", &self.ranks.unwrap_or(RANKS))
             .option("--dtype", &(self.dtype, &self.keep_dtype))
-            .option("--max-shard-size", &self.max_shard_bytes)
+            .option("--max-shard-size", &self.max_shard_bytes.unwrap_or(MAX_SHARD_BYTES))
             .option("--legacy", &self.legacy)
             .option("--device", &self.device)
-            .option("the layout of Megatron-Core", &self.megatron)
+            .option("the layout of Megatron-Core", &megatron)
             .option("--compress", &self.compression)
             .option("--overwrite", &self.overwrite)
-            .option("--config", &config.map(model_files::configuration_of))
+            .option("--config", &config.map(model_files::configuration_of)))
     }
 
     fn not_compressed(&self, format: Format) -> Error {
@@ -392,7 +408,7 @@ impl Destination {
                 let storage = place.checkpoint(target).await?;
                 shared.agree(&self.uri, &storage).await?;
                 let writer = target.writer(storage, &options)?;
-                dcp_convert::reshard(source, &*writer, self.ranks.unwrap_or(1), job).await?
+                dcp_convert::reshard(source, &*writer, self.ranks.unwrap_or(RANKS), job).await?
             }
             Format::TorchDist => {
                 let storage = place.checkpoint(target_of(&checkpoint.opener, format)?).await?;

@@ -156,6 +156,17 @@ impl Error {
         self
     }
 
+    /// The same with advice for damage because of which no command reads on, and else without.
+    pub(crate) fn with_hint_of_damage(self) -> Self {
+        match self.kind() {
+            ErrorKind::Damaged => self.with_hint(
+                "the file was cut short or changed after the save: copy it again from where it is \
+                 whole, or take another checkpoint of the run, as `dcp ls` lists them",
+            ),
+            _ => self.without_hint(),
+        }
+    }
+
     /// The same, as an error of another kind.
     #[must_use]
     pub(crate) fn with_kind(mut self, kind: ErrorKind) -> Self {

@@ -399,7 +399,11 @@ async fn config_of(opened: &Checkpoint, folder: Option<&Path>) -> Result<serde_j
         let message = format!("{CONFIG} has {len} bytes, more than a configuration has");
         return Err(Error::new(ErrorKind::Damaged, message));
     }
-    serde_json::from_slice(&storage.read_range(&key, 0..len).await?).map_err(|error| {
+    let bytes = storage.read_range(&key, 0..len).await?;
+    if let Some(folder) = folder {
+        return model_files::parse_configuration(&bytes, folder).map(serde_json::Value::Object);
+    }
+    serde_json::from_slice(&bytes).map_err(|error| {
         let message = format!("cannot read {CONFIG} in {place:?}");
         Error::new(ErrorKind::Damaged, message).because(error)
     })

@@ -153,6 +153,11 @@ impl MegatronTarget {
         Ok(layout)
     }
 
+    /// The form that is written, and whether with an `integrity.json`.
+    pub(crate) fn written_form(&self) -> (MegatronForm, bool) {
+        (self.form.unwrap_or(MegatronForm::CommonFile), self.integrity)
+    }
+
     /// Writes `source` to a folder for the ranks of `layout`, with this common state instead of
     /// the one in `source`.
     pub(crate) async fn write(
@@ -163,10 +168,11 @@ impl MegatronTarget {
         options: &WriterOptions,
         job: &JobOptions,
     ) -> Result<ConversionReport, Error> {
+        let (form, integrity) = self.written_form();
         let mut writer = MegatronWriter::builder(storage)
             .upload_bytes(0)
-            .form(self.form.unwrap_or(MegatronForm::CommonFile))
-            .integrity(self.integrity)
+            .form(form)
+            .integrity(integrity)
             .overwrite(options.overwrite)
             .compression(options.compression)?;
         if let Some(common) = common {

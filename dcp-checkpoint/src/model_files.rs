@@ -182,8 +182,19 @@ pub(crate) fn refuse_damaged(files: &Files, folder: &Path) -> Result<(), Error> 
     let Some((_, bytes)) = files.iter().find(|(key, _)| key.as_str() == CONFIG_NAME) else {
         return Ok(());
     };
-    let parsed = serde_json::from_slice::<serde_json::Map<String, serde_json::Value>>(bytes);
-    parsed.map(drop).map_err(|error| {
+    parse_configuration(bytes, folder).map(drop)
+}
+
+/// Parses the configuration in the folder of `--config`.
+///
+/// # Errors
+///
+/// [`InvalidOption`](ErrorKind::InvalidOption) for one that is no JSON object.
+pub(crate) fn parse_configuration(
+    bytes: &[u8],
+    folder: &Path,
+) -> Result<serde_json::Map<String, serde_json::Value>, Error> {
+    serde_json::from_slice(bytes).map_err(|error| {
         let path = folder.join(CONFIG_NAME).display().to_string();
         let message = format!("the configuration {path:?} is no JSON object");
         Error::new(ErrorKind::InvalidOption, message)

@@ -457,7 +457,7 @@ fn note_variants(variants: &[Key], notes: &mut Notes) {
 }
 
 fn cannot_read(uri: &str, error: impl Into<Error>) -> Error {
-    error.into().context(format!("cannot read {uri:?}")).without_hint()
+    error.into().context(format!("cannot read {uri:?}")).with_hint_of_damage()
 }
 
 /// Whether there is no checkpoint, rather than a bad one.

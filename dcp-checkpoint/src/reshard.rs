@@ -137,7 +137,8 @@ impl Resharding<'_> {
             Some(_) => Whole::of(self.checkpoint).await?,
             None => Whole::of_keys(self.checkpoint, &selection.needed()).await?,
         };
-        let work = self.destination.work("reshard", &self.job).option("keys", &self.keys);
+        let work = self.destination.work("reshard", &checkpoint, &self.job).await?;
+        let work = work.option("keys", &selection);
         let work = work.option("--ranks", &self.ranks);
         let work = work.option("optimizer", &(self.optimizer, self.optimizer_layout));
         same_sources(&self.job, work, &[&checkpoint]).await?;

@@ -47,8 +47,15 @@ pub fn float_dtype(name: &str) -> Result<DType, Error> {
         full => full,
     };
     let invalid = |message: String| Error::new(ErrorKind::InvalidOption, message);
-    let dtype: DType = full.parse().map_err(|_| invalid(format!("{name:?} is not a dtype")))?;
-    if is_float(dtype) { Ok(dtype) } else { Err(invalid(format!("{dtype} is not a float"))) }
+    let floats = DType::ALL.iter().filter(|dtype| is_float(**dtype)).map(|dtype| dtype.name());
+    let floats = floats.collect::<Vec<_>>().join(", ");
+    let dtype: DType = full.parse().map_err(|_| {
+        invalid(format!("{name:?} is not a dtype; the dtypes of floats are {floats}"))
+    })?;
+    match is_float(dtype) {
+        true => Ok(dtype),
+        false => Err(invalid(format!("{dtype} is not a float; the dtypes of floats are {floats}"))),
+    }
 }
 
 /// The first of some names, and how many more there are.

@@ -8,14 +8,16 @@ use std::sync::Arc;
 
 use clap::{CommandFactory, FromArgMatches};
 use dcp::StorageRegistry;
+use dcp::collectives::Launch;
 use dcp::core::format::CheckpointFormat;
+use dcp::core::text::Quoted;
 use dcp::trace::TraceRecorder;
 
 use crate::cli::{Cli, Command};
 use crate::command;
 use crate::failure::{Exit, Failure};
 use crate::interrupt;
-use crate::options::with_targets;
+use crate::options::{Global, with_targets};
 use crate::output::style::Style;
 use crate::output::{self, error_report};
 use crate::plugins::Plugins;
@@ -133,13 +135,14 @@ fn asks_for_json(args: &[OsString]) -> bool {
 
 /// Runs a parsed command.
 pub(crate) fn run(cli: Cli, name: &str, plugins: &Plugins) -> Result<(), Failure> {
-    log(cli.global.verbose);
+    log(cli.global.verbose, cli.global.quiet);
     interrupt::survive_file_size_limit();
     let ranks = Ranks::join(cli.command.sharing(), &cli.global)?;
-    let done = match ranks.as_ref().is_none_or(Ranks::works) {
+    let same = ranks.as_ref().map_or(Ok(()), |ranks| ranks.same_command(name));
+    let done = same.and_then(|()| match ranks.as_ref().is_none_or(Ranks::works) {
         true => run_here(cli, name, plugins, ranks.as_ref()),
         false => Ok(()),
-    };
+    });
     match ranks {
         Some(ranks) => ranks.agree(done),
         None => done,
@@ -151,8 +154,10 @@ fn run_here(cli: Cli, name: &str, plugins: &Plugins, ranks: Option<&Ranks>) -> R
     let Some(file) = cli.global.trace.clone() else {
         return command(cli.command, plugins, &Session::new(cli.global, None, plugins, ranks)?);
     };
-    let rank = ranks.map_or(0, Ranks::rank);
-    let file = if rank == 0 { file } else { of_rank(&file, rank) };
+    let (rank, world_size) = traced_by(ranks, &cli.global);
+    let given = file;
+    let file = if rank == 0 { given.clone() } else { of_rank(&given, rank) };
+    let out = output::Output::new(cli.global.color, cli.global.quiet);
     let recorder = TraceRecorder::to(BufWriter::new(command::create_trace(&file)?));
     let span = recorder.span(rank, &format!("dcp {name}"));
     let session = Session::new(cli.global, Some(&recorder), plugins, ranks);
@@ -160,7 +165,28 @@ fn run_here(cli: Cli, name: &str, plugins: &Plugins, ranks: Option<&Ranks>) -> R
     drop(span);
     // A command that failed has a trace, too.
     let recorded = recorder.finish().map_err(|error| command::trace_not_written(&file, &error));
+    if rank == 0 && world_size > 1 && recorded.is_ok() {
+        let last = of_rank(&given, world_size - 1);
+        let [first, last] = [&file, &last].map(|file| Quoted(&file.to_string_lossy()).to_string());
+        out.note(&format!(
+            "each of {world_size} ranks has a trace of its own: {first} is that of rank 0, {last} that of \
+             the last; `dcp trace` takes all of them"
+        ));
+    }
     done.and(recorded)
+}
+
+/// The rank of this process among those that write a trace of this command, and their number.
+fn traced_by(ranks: Option<&Ranks>, global: &Global) -> (u32, u32) {
+    match ranks {
+        Some(ranks) => ranks.of_jobs().map_or((0, 1), |group| (group.rank(), group.world_size())),
+        None if global.single => (0, 1),
+        // Each rank runs the command for itself.
+        None => match Launch::detect() {
+            Ok(Some(launch)) => (launch.rank, launch.world_size),
+            _ => (0, 1),
+        },
+    }
 }
 
 /// The trace of a rank other than 0: `trace.json` becomes `trace.rank3.json`.
@@ -199,10 +225,18 @@ fn command(command: Command, plugins: &Plugins, session: &Session) -> Result<(),
 }
 
 /// Events of the libraries, on stderr: `-v` and `-vv`, or what `DCP_LOG` requests.
-fn log(verbose: u8) {
+fn log(verbose: u8, quiet: bool) {
+    /// What is said without a flag: that a store does not answer, and the command waits for it.
+    const WAITS: &str = "dcp_storage_object::retry=warn";
     let requested = std::env::var("DCP_LOG").ok().filter(|filter| !filter.is_empty());
     let filter = match (verbose, requested) {
-        (0, None) => return,
+        (0, None) if quiet => return,
+        (0, None) => {
+            let notes = tracing_subscriber::fmt().with_env_filter(WAITS).with_ansi(false);
+            let notes = notes.without_time().with_level(false).with_target(false);
+            let _ = notes.with_writer(|| output::NoteLog).try_init();
+            return;
+        }
         (0, Some(filter)) => filter,
         (1, _) => "info".to_owned(),
         (_, _) => "debug".to_owned(),

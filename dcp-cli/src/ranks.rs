@@ -89,6 +89,28 @@ impl Ranks {
         (self.sharing == Sharing::All).then(|| self.group.clone())
     }
 
+    /// Refuses ranks that run another command than rank 0, or divide one that it runs alone: each would
+    /// wait for a message that the other does not send.
+    pub(crate) fn same_command(&self, name: &str) -> Result<(), Failure> {
+        let how = match self.sharing {
+            Sharing::All => "divided among the ranks",
+            _ => "on rank 0 alone",
+        };
+        let own = format!("{} {how}", Quoted(name));
+        let runtime = tokio::runtime::Builder::new_current_thread().build()?;
+        let all = runtime.block_on(self.group.all_gather(own.clone().into_bytes().into()))?;
+        let Some(first) = all.first() else { return Ok(()) };
+        let Some(rank) = all.iter().position(|one| one != first) else { return Ok(()) };
+        let text =
+            |bytes: Option<&[u8]>| String::from_utf8_lossy(bytes.unwrap_or_default()).into_owned();
+        let (theirs, first) = (text(all.get(rank).map(|one| &**one)), text(Some(&**first)));
+        let message = format!("it runs {theirs}, and rank 0 {first}");
+        let rank = u32::try_from(rank).unwrap_or(u32::MAX);
+        let error = CollectiveError::Mismatch { rank, op: "the look at the command", message };
+        Err(Failure::from(CheckpointError::from(error))
+            .hint("give all ranks the same options; --single runs the command in one process"))
+    }
+
     /// Waits for the other ranks, and returns one result for all: where one failed, all fail with
     /// its exit code, and one of them says why.
     pub(crate) fn agree(self, done: Result<(), Failure>) -> Result<(), Failure> {

@@ -70,6 +70,8 @@ pub(crate) struct Failure {
     pub(crate) kind: Kind,
     /// The status of the HTTP response, if there was one.
     pub(crate) status: Option<u16>,
+    /// The host and port to which there is no connection, if that is what failed.
+    pub(crate) unreachable: Option<String>,
     cause: Cause,
 }
 
@@ -95,7 +97,7 @@ impl fmt::Display for Failure {
 impl Failure {
     /// A failure that this crate found itself.
     pub(crate) fn new(kind: Kind, cause: impl Into<String>) -> Self {
-        Self { kind, status: None, cause: Cause(cause.into()) }
+        Self { kind, status: None, unreachable: None, cause: Cause(cause.into()) }
     }
 
     /// Classifies the error of a request.
@@ -104,7 +106,8 @@ impl Failure {
         let status = status_in(&text);
         let code = between(&text, "<Code>", "</Code>");
         let kind = kind_of(op, error, &text, status, code);
-        Self { kind, status, cause: Cause(cause_of(&text, status, code)) }
+        let unreachable = is_not_connected(error).then(|| host_in(&text)).flatten();
+        Self { kind, status, unreachable, cause: Cause(cause_of(&text, status, code)) }
     }
 
     /// The same failure with another meaning.
@@ -191,6 +194,28 @@ fn is_transport(error: &Error) -> bool {
         next = error.source();
     }
     false
+}
+
+/// Whether there was no connection.
+fn is_not_connected(error: &Error) -> bool {
+    let mut next = error.source();
+    while let Some(error) = next {
+        #[cfg(feature = "net")]
+        if let Some(error) = error.downcast_ref::<object_store::client::HttpError>() {
+            return matches!(error.kind(), object_store::client::HttpErrorKind::Connect);
+        }
+        next = error.source();
+    }
+    false
+}
+
+/// The host and port of the URL in a text.
+fn host_in(text: &str) -> Option<String> {
+    let (_, url) = text.split_once("://")?;
+    let end = url.find(['/', '?', '#', ' ', '"', ')']).unwrap_or(url.len());
+    let authority = url.get(..end)?;
+    let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
+    (!host.is_empty()).then(|| host.to_owned())
 }
 
 /// Whether a list ended too early, with a length that agrees with what is left of it.

@@ -1,6 +1,7 @@
 //! When a request is repeated, and for how long.
 
 use std::hash::{BuildHasher, RandomState};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout_at};
@@ -18,6 +19,23 @@ const PAUSE_MAX: Duration = Duration::from_secs(10);
 /// A number that no other call returns, in practice.
 pub(crate) fn random() -> u64 {
     RandomState::new().hash_one(())
+}
+
+/// Says that a host does not answer, as nothing else happens for a long time. Requests in flight fail
+/// together, and one of them speaks for all.
+fn warn_of(host: &str, retry: u32, of: u32) {
+    const TOGETHER: Duration = Duration::from_secs(3);
+    static SAID: Mutex<Option<(String, u32, Instant)>> = Mutex::new(None);
+    let now = Instant::now();
+    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    let is_said = said.as_ref().is_some_and(|(known, number, at)| {
+        known == host && *number == retry && now.duration_since(*at) < TOGETHER
+    });
+    if !is_said {
+        *said = Some((host.to_owned(), retry, now));
+        drop(said);
+        tracing::warn!("cannot connect to {host}: retrying, {retry} of {of}");
+    }
 }
 
 /// The attempts at one request: exponential backoff with jitter, until a deadline.
@@ -71,7 +89,10 @@ impl Attempts {
         if failure.kind != Kind::Transient || self.made >= self.max || until >= self.deadline {
             return Err(failure);
         }
-        tracing::debug!(attempt = self.made, %failure, "repeating a request");
+        match &failure.unreachable {
+            Some(host) => warn_of(host, self.made, self.max.saturating_sub(1)),
+            None => tracing::debug!(attempt = self.made, %failure, "repeating a request"),
+        }
         self.pause = (self.pause * 2).min(PAUSE_MAX);
         sleep(until - Instant::now()).await;
         Ok(())

@@ -33,6 +33,9 @@ pub(crate) struct Global {
     pub(crate) verbose: u8,
 
     /// Record the requests to storages and their times in this file, for `dcp trace` and Perfetto.
+    ///
+    /// Of several ranks, each writes a file of its own: rank 0 this one, here t.json, and rank 3
+    /// t.rank3.json.
     #[arg(
         long,
         global = true,

@@ -147,6 +147,20 @@ impl Write for Log {
     }
 }
 
+/// Where events go that a user sees without a flag: each is a note.
+pub(crate) struct NoteLog;
+
+impl Write for NoteLog {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        io::stderr().write_all(b"note: ")?;
+        Log.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Log.flush()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

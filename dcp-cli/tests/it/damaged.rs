@@ -42,6 +42,28 @@ fn a_flipped_bit_is_found_by_reading() {
     assert_eq!(problems[0]["byte_offset"], CHUNK + 704);
 }
 
+/// One place, in bytes of the file, whichever command finds the damage.
+#[test]
+fn every_command_says_the_same_place_of_damage() {
+    let (folder, target) = (copy_of("fsdp2_adam_2r"), tempfile::tempdir().unwrap());
+    flip(&folder.path().join(FILE), CHUNK + 704);
+    let (uri, place) = (folder.path().display().to_string(), format!("at byte {}", CHUNK + 704));
+    let target = |name: &str| target.path().join(name).display().to_string();
+    let (model, saved) = (target("model.safetensors"), target("model.pt"));
+    for args in [
+        &["convert", &uri, &model, "--to", "safetensors", "--everything"][..],
+        &["convert", &uri, &saved, "--to", "torch-save", "--everything"],
+        &["convert", &uri, &target("dcp"), "--to", "dcp"],
+        &["reshard", &uri, &target("resharded"), "--ranks", "3"],
+        &["get", &uri, TENSOR],
+        &["stats", &uri],
+    ] {
+        let run = dcp(args);
+        assert!(run.stderr.contains(&place), "{args:?}: {}", run.stderr);
+        assert_eq!(run.stderr.matches("at byte").count(), 1, "{args:?}: {}", run.stderr);
+    }
+}
+
 #[test]
 fn a_refused_target_is_not_left_as_an_empty_folder() {
     let folder = copy_of("fsdp2_adam_2r");
@@ -128,7 +150,8 @@ fn bad_metadata_is_refused() {
     for len in [0, 1, 100, whole.len() - 1] {
         fs::write(&metadata, &whole[..len]).unwrap();
         for command in ["inspect", "verify"] {
-            dcp([command, &uri]).fails(1, &["cannot read", ".metadata"]);
+            let said = ["cannot read", ".metadata", "cut short or changed", "copy it again"];
+            dcp([command, &uri]).fails(1, &said);
         }
     }
     // Runs `echo` if it were executed.

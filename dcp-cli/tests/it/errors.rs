@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use dcp_testing::{loopback, reserved_port};
 use serde_json::{Value, json};
 
 use crate::megatron::megatron;
@@ -216,4 +217,30 @@ fn a_nested_tensor_is_not_written_where_pytorch_cannot_load_it() {
         assert!(!Path::new(&stream).exists());
     }
     dcp(["convert", &file, &stream, "--to", "torch-save", "--legacy", "--exclude", "n"]).ok();
+}
+
+/// A store that nobody runs takes a minute to give up: each retry is said, and to the end.
+#[test]
+fn a_store_that_refuses_connections_is_named_at_each_retry() {
+    let (_reserved, port) = reserved_port();
+    let host = format!("{}:{port}", loopback());
+    let run = |flags: &[&str]| {
+        let mut command = command();
+        for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("AWS_")) {
+            command.env_remove(name);
+        }
+        command.env("AWS_ENDPOINT", format!("http://{host}")).env("AWS_ALLOW_HTTP", "true");
+        command.env("AWS_ACCESS_KEY_ID", "id").env("AWS_SECRET_ACCESS_KEY", "secret");
+        command.env("AWS_REGION", "us-east-1").env("NO_PROXY", "*");
+        let args = ["ls", "s3://bucket/run", "--storage-option", "attempts_max=2"];
+        finish(command.args(args).args(flags).output().unwrap())
+    };
+    let said = format!("note: cannot connect to {host}: retrying, 1 of 1\n");
+    let loud = run(&[]);
+    assert_eq!(loud.stderr.matches(&said).count(), 1, "{}", loud.stderr);
+    assert_eq!(loud.code, 3);
+    assert!(loud.stderr.contains("after 2 attempts"), "{}", loud.stderr);
+    let quiet = run(&["--quiet"]);
+    assert!(!quiet.stderr.contains("retrying"), "{}", quiet.stderr);
+    assert_eq!(quiet.code, 3);
 }

@@ -119,7 +119,56 @@ fn another_option_or_job_on_a_rank_is_named() {
         _ => filled(READERS[0], SOURCE, &target),
     };
     let run = one_result(on_ranks_with(2, args));
-    run.fails(3, &["rank 1 ", "the job \"statistics\"", "\"verification\""]);
+    run.fails(3, &["rank 1 ", "\"stats\"", "\"verify\""]);
+}
+
+/// Options count by what they mean.
+#[test]
+fn a_default_that_one_rank_names_is_that_of_the_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let megatron = dcp_testing::fixture("megatron").join("gpt_tp2dp2_fully_reshardable/ckpt");
+    let megatron = megatron.display().to_string();
+    for (at, (source, to, given)) in [
+        (SOURCE, "dcp", &["--ranks", "1"][..]),
+        (SOURCE, "dcp", &["--everything"]),
+        (SOURCE, "hf", &["--model-only"]),
+        (SOURCE, "hf", &["--max-shard-size", "5GB"]),
+        (SOURCE, "dcp", &["--max-memory", "256MiB"]),
+        (&megatron, "torch-dist", &["--tp", "2", "--pp", "1", "--form", "compatible"]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let target = path(&folder, &at.to_string());
+        let args = |rank| {
+            let args = ["convert", source, &target, "--to", to];
+            let more = if rank == 1 { given } else { &[] };
+            args.iter().chain(more).map(|arg| (*arg).to_owned()).collect()
+        };
+        let run = one_result(on_ranks_with(2, args));
+        assert_eq!(run.code, 0, "{given:?}: {}", run.stderr);
+    }
+}
+
+#[test]
+fn a_command_that_one_rank_does_not_divide_is_refused_by_all() {
+    let args = |keys_only: bool| {
+        let args = ["diff", SOURCE, SOURCE, "--keys-only"].map(ToOwned::to_owned);
+        args[..if keys_only { 4 } else { 3 }].to_vec()
+    };
+    for odd in 0..2 {
+        let run = one_result(on_ranks_with(2, |rank| args(rank == odd)));
+        run.fails(
+            3,
+            &["rank 1 ", "\"diff\" on rank 0 alone", "divided among the ranks", "--single"],
+        );
+    }
+    let other = |rank| match rank {
+        0 => ["prune", "runs", "--keep-last=1", "--dry-run"].map(ToOwned::to_owned).to_vec(),
+        _ => ["report", SOURCE, "-o", "/dev/null"].map(ToOwned::to_owned).to_vec(),
+    };
+    let run = one_result(on_ranks_with(2, other));
+    run.fails(3, &["rank 1 ", "\"report\"", "\"prune\""]);
 }
 
 /// What a rank that was killed between two exchanges left is no file of a checkpoint.

@@ -5,6 +5,7 @@ use std::fs;
 use dcp::trace::TraceRecorder;
 use dcp::{Checkpointer, StateDict, Tensor};
 
+use crate::ranks::on_ranks_with;
 use crate::support::{dcp, fixtures, path};
 
 /// Two ranks save a tensor each, with a trace file per rank.
@@ -52,6 +53,30 @@ fn the_traces_of_all_ranks_are_drawn() {
 
     let only = dcp(["trace", &path(&folder, "trace-1.json"), "--json"]).json();
     assert_eq!(only["ranks"], serde_json::json!([1]));
+}
+
+#[test]
+fn each_rank_has_a_trace_of_its_own_and_that_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = path(&folder, "t.json");
+    for command in [&["verify", "--deep"][..], &["inspect"]] {
+        let args = [command, &["t21_plain", "--trace", &file]].concat();
+        let args: Vec<String> = args.into_iter().map(ToOwned::to_owned).collect();
+        let runs = on_ranks_with(3, |_| args.clone());
+        let said = format!(
+            "note: each of 3 ranks has a trace of its own: {file:?} is that of rank 0, {:?} that of",
+            path(&folder, "t.rank2.json")
+        );
+        assert!(runs[0].stderr.contains(&said), "{}", runs[0].stderr);
+        for (rank, run) in runs.iter().enumerate() {
+            assert_eq!(run.code, 0, "{}", run.stderr);
+            assert!(rank == 0 || !run.stderr.contains("trace"), "{}", run.stderr);
+            let name = if rank == 0 { "t.json".to_owned() } else { format!("t.rank{rank}.json") };
+            let text = fs::read_to_string(folder.path().join(&name)).unwrap();
+            assert!(text.contains(&format!("dcp {}", command[0])), "{name}");
+            fs::remove_file(folder.path().join(name)).unwrap();
+        }
+    }
 }
 
 #[test]

@@ -255,3 +255,19 @@ fn checkpoints_of_other_shapes_are_not_averaged_and_the_hint_helps() {
     assert!(!run.stderr.contains("--non-float"), "{}", run.stderr);
     run.fails(2, &["are incompatible", "--keys-only` lists the others"]);
 }
+
+#[test]
+fn a_configuration_that_is_no_json_is_a_wrong_option_and_no_damage() {
+    let folder = tempfile::tempdir().unwrap();
+    let (config, target) = (path(&folder, "config"), path(&folder, "target"));
+    fs::create_dir(&config).unwrap();
+    let file = format!("{config}/config.json");
+    let megatron = fixtures().join("../megatron/gpt_tp2pp2_swiglu/ckpt").display().to_string();
+    for text in [&b"{\"a\": "[..], b"[1]", b"\xff\xfe", b""] {
+        fs::write(&file, text).unwrap();
+        for source in ["t21_plain", &megatron] {
+            dcp(["-q", "convert", source, &target, "--to", "hf", "--config", &config])
+                .fails(2, &[&format!("the configuration {file:?} is no JSON object")]);
+        }
+    }
+}

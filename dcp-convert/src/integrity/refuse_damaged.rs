@@ -38,9 +38,8 @@ pub(crate) fn named(
     let file = metadata.file(item.placement.file).map_or("", Key::as_str);
     match error {
         CheckpointError::Format(error) => {
-            FormatError::new(error.what(), format!("{fqn:?}: {}", error.problem()))
-                .in_file(file, error.byte_offset().unwrap_or(item.placement.byte_offset))
-                .into()
+            let at = error.byte_offset().unwrap_or(item.placement.byte_offset);
+            FormatError::new(error.what(), error.problem()).of_item(fqn).in_file(file, at).into()
         }
         CheckpointError::Storage(error)
             if matches!(error.kind(), StorageErrorKind::Truncated | StorageErrorKind::NotFound) =>

@@ -105,11 +105,7 @@ pub(crate) async fn archived_value(
     let stored = storage.read_range(key, placement.byte_offset..end).await?;
     let decoded = |encoded: Bytes| check_archive(&encoded).and_then(|()| decode_object(&encoded));
     let value = without_transforms(stored, encoding).and_then(decoded);
-    Ok(value.map_err(|error| {
-        FormatError::new(error.what(), format!("{fqn:?}: {}", error.problem()))
-            .at(error.byte_offset().unwrap_or(0))
-            .in_file(key.as_str(), placement.byte_offset)
-    })?)
+    Ok(value.map_err(|error| error.of_item(fqn).in_file(key.as_str(), placement.byte_offset))?)
 }
 
 impl Quantized {

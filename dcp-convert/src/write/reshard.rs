@@ -356,11 +356,8 @@ async fn with_stored(
     };
     let range = placement.byte_offset..placement.byte_offset.saturating_add(placement.byte_len);
     let encoded = source.storage.read_range(key, range).await?;
-    check_archive(&encoded).map_err(|error| {
-        FormatError::new(error.what(), format!("{fqn:?}: {}", error.problem()))
-            .at(error.byte_offset().unwrap_or(0))
-            .in_file(key.as_str(), placement.byte_offset)
-    })?;
+    check_archive(&encoded)
+        .map_err(|error| error.of_item(fqn).in_file(key.as_str(), placement.byte_offset))?;
     let opaque = Value::Opaque(Arc::new(Opaque { encoded, view: value }));
     Ok((opaque, Some((key.clone(), placement.byte_offset))))
 }

@@ -49,6 +49,13 @@ impl FormatError {
         self
     }
 
+    /// Adds the name of the tensor or value that was being read.
+    #[must_use]
+    pub fn of_item(mut self, fqn: &str) -> Self {
+        self.problem = format!("{}: {}", Quoted(fqn), self.problem).into_boxed_str();
+        self
+    }
+
     /// Adds the cause.
     #[must_use]
     pub fn with_source(mut self, source: impl Into<Source>) -> Self {

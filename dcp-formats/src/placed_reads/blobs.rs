@@ -205,13 +205,8 @@ impl Blob {
 
     /// Adds the item's name, the file and the offset to an error found `at` bytes into the blob.
     pub(super) fn locate(&self, error: FormatError) -> CheckpointError {
-        let at = error.byte_offset().unwrap_or(0);
-        let problem = format!("{:?}: {}", self.fqn, error.problem());
-        FormatError::new(error.what(), problem)
-            .at(at)
-            .with_source(error)
-            .in_file(self.key.as_str(), self.placement.byte_offset)
-            .into()
+        let start = self.placement.byte_offset;
+        error.of_item(&self.fqn).in_file(self.key.as_str(), start).into()
     }
 
     /// Converts a storage error. A short or missing file is the checkpoint's fault, and the error

@@ -430,10 +430,8 @@ impl TorchSaveReader {
     fn name(&self, fqn: &str, error: CheckpointError) -> CheckpointError {
         match error {
             CheckpointError::Format(error) => {
-                let problem = format!("{fqn:?}: {}", error.problem());
                 let at = error.byte_offset().unwrap_or(0);
-                let named = FormatError::new(error.what(), problem).at(at).with_source(error);
-                self.locate(named).into()
+                self.locate(error.of_item(fqn).at(at)).into()
             }
             CheckpointError::Memory { source, .. } => {
                 CheckpointError::Memory { fqn: fqn.to_owned(), source }

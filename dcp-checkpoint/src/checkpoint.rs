@@ -4,11 +4,13 @@ use std::fmt;
 use std::sync::Arc;
 
 use dcp_convert::Source;
+use dcp_convert::open::incomplete;
 use dcp_core::Storage;
-use dcp_core::format::{FormatInfo, UnfinishedSave};
+use dcp_core::format::{FormatInfo, Place, UnfinishedSave};
 use dcp_core::text::without_secrets;
 use dcp_megatron::MegatronCheckpoint;
 
+use crate::error::Error;
 use crate::opener::Opener;
 
 /// A tracker, and what is wrong with it.
@@ -21,6 +23,9 @@ pub struct Checkpoint {
     pub(crate) has_all_keys: bool,
     pub(crate) uri: String,
     pub(crate) place: String,
+    /// What `ls` examines: the folder of the checkpoint, above `place` in a step of OLMo-core; or its file.
+    pub(crate) step: Place,
+    pub(crate) step_uri: String,
     pub(crate) format: FormatInfo,
     pub(crate) source: Source,
     pub(crate) storage: Arc<dyn Storage>,
@@ -101,6 +106,38 @@ impl Checkpoint {
     #[must_use]
     pub fn tracker_problem(&self) -> Option<&str> {
         self.tracker_problem.as_ref().map(|(_, problem)| &**problem)
+    }
+
+    /// Why this checkpoint is not complete, as `dcp ls` says it; `None` for one that is. Names, lengths,
+    /// indexes and headers are read, and no tensor.
+    ///
+    /// # Errors
+    ///
+    /// When the storage fails.
+    pub async fn incomplete(&self) -> Result<Option<String>, Error> {
+        if let Some(refused) = self.opener.refused_link(&self.step_uri).await {
+            return Err(refused.into());
+        }
+        let mut step = self.step.clone();
+        let stored = self.megatron.as_ref().map_or(Some(&self.source), |megatron| megatron.raw());
+        if let Some(stored) =
+            stored.filter(|stored| self.has_all_keys && stored.dcp_reader().is_some())
+        {
+            let folder = self.place.strip_prefix(self.step_uri.trim_end_matches('/'));
+            let folder = folder.map_or(".", |folder| folder.trim_start_matches('/'));
+            let folder = if folder.is_empty() { "." } else { folder };
+            step = step.with_index(folder, stored.metadata().await?);
+        }
+        Ok(incomplete(&self.opener.formats, &step).await?)
+    }
+
+    /// What the names of a step say that has its index, and not the file that is written last, as one of
+    /// OLMo-core may. The reader of the index does not see it.
+    pub(crate) fn lost_commit(&self) -> Option<String> {
+        if !self.is_folder || self.step_uri == self.place {
+            return None;
+        }
+        self.opener.formats.classify(&self.step.listing().root())?.found.problem
     }
 
     /// What there was to say when it was opened.

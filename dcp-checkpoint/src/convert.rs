@@ -213,7 +213,15 @@ pub(crate) fn refuse_unfinished(checkpoint: &Checkpoint) -> Result<(), Error> {
             let message = format!("{:?} {}", checkpoint.uri, unfinished.description);
             Err(Error::new(ErrorKind::Unfinished, message).with_hint(unfinished.remedy.clone()))
         }
-        None => Ok(()),
+        None => match checkpoint.lost_commit() {
+            Some(problem) => {
+                let message = format!("{:?} is not whole: {problem}", checkpoint.uri);
+                Err(Error::new(ErrorKind::Unfinished, message).with_hint(
+                    "take another step; the tensors of this one can be had with --to safetensors",
+                ))
+            }
+            None => Ok(()),
+        },
     }
 }
 

@@ -11,6 +11,7 @@ use dcp_core::text::Quoted;
 use dcp_megatron::StoredFormat;
 use dcp_megatron::disk::{COMMON_STATE, METADATA_JSON};
 use dcp_megatron::jobs::Description;
+use dcp_planner::validate_metadata;
 use indexmap::IndexMap;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -92,6 +93,27 @@ impl Checkpoint {
         Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out to see what there is")
     }
 
+    /// What is wrong with this checkpoint beyond its files: an index that contradicts itself, a tracker that
+    /// names another checkpoint.
+    async fn contradiction(&self, summary: &Summary) -> Result<Option<String>, Error> {
+        if let Some(unfinished) = &self.unfinished {
+            return Ok(Some(format!("it {}", unfinished.description)));
+        }
+        let damage = self.megatron.iter().flat_map(|megatron| megatron.damage()).next();
+        if let Some(damage) = summary.unfinished.first().or(damage) {
+            return Ok(Some(damage.clone()));
+        }
+        if let Some((file, problem)) = &self.tracker_problem {
+            return Ok(Some(format!("{file}: {problem}")));
+        }
+        // That of an index of PyTorch was compared with its tensors.
+        if self.megatron.is_some() || self.source.dcp_reader().is_some() {
+            return Ok(None);
+        }
+        let errors = validate_metadata(&*self.source.metadata().await?);
+        Ok(errors.first().map(ToString::to_string))
+    }
+
     /// The files of the ranks of an old checkpoint of Megatron's, whose merged tensors lie in none.
     async fn rank_files(&self) -> Result<IndexMap<String, Option<u64>>, Error> {
         let mut files = IndexMap::new();
@@ -161,6 +183,9 @@ pub struct Inspected {
     /// What there is to say of a checkpoint of Megatron-Core.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub megatron: Option<Description>,
+    /// Why the checkpoint is not whole: as `dcp ls` says it, or what its index contradicts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
 }
 
 impl<'a> Inspection<'a> {
@@ -207,6 +232,10 @@ impl<'a> Inspection<'a> {
         if summary.files.is_empty() && all {
             summary.files = checkpoint.rank_files().await?;
         }
-        Ok(Inspected { summary, megatron })
+        let problem = match checkpoint.incomplete().await? {
+            Some(problem) => Some(problem),
+            None => checkpoint.contradiction(&summary).await?,
+        };
+        Ok(Inspected { summary, megatron, problem })
     }
 }

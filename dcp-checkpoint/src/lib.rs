@@ -26,6 +26,7 @@ mod open_keys;
 mod opener;
 mod optimizer;
 mod overlap_guard;
+mod refused_links;
 mod reshard;
 pub mod rollback;
 pub mod run;

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dcp_convert::Source;
-use dcp_convert::open::RunListing;
+use dcp_convert::open::{RunListing, list_run_without};
 use dcp_convert::write::{MetadataRewrite, ProfileChoice};
 use dcp_core::format::{
     CheckpointTarget, FormatInfo, InnerCheckpoint, Occupant, OpenedCheckpoint, Place,
@@ -13,6 +13,7 @@ use dcp_core::format::{
 };
 use dcp_core::registry::Access;
 use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
+use dcp_formats::incomplete_files::{LFS_PROBLEM, lfs_pointer};
 use dcp_megatron::MegatronCheckpoint;
 use dcp_megatron::disk::{HALF_REPLACED, recovered};
 
@@ -30,6 +31,9 @@ const MEGATRON: &str = "megatron";
 struct Found {
     uri: String,
     place: Place,
+    /// The folder of the checkpoint: of a step of OLMo-core the one above `place`.
+    step: Place,
+    step_uri: String,
     tracker_problem: Option<TrackerProblem>,
 }
 
@@ -45,25 +49,48 @@ impl Opener {
     /// needed.
     pub async fn open(&self, uri: &str) -> Result<Checkpoint, Error> {
         let mut notes = self.notes();
-        let opened = self.open_noting(uri, &mut notes).await?;
-        Ok(Checkpoint { notes: notes.into_said(), ..opened })
+        match self.open_noting(uri, &mut notes).await {
+            Ok(opened) => Ok(Checkpoint { notes: notes.into_said(), ..opened }),
+            Err(error) => Err(self.unfetched(uri, &error).await.unwrap_or(error)),
+        }
+    }
+
+    /// The error of a file that is a pointer of Git LFS, where a checkpoint cannot be opened: no parser
+    /// knows what it reads.
+    async fn unfetched(&self, uri: &str, error: &Error) -> Option<Error> {
+        if !matches!(error.kind(), ErrorKind::Damaged | ErrorKind::NotACheckpoint) {
+            return None;
+        }
+        let place = match self.storages.open(uri, Access::Read).await {
+            Ok(storage) => self.look(uri, &storage).await.ok()?,
+            Err(_) => {
+                let (storage, file) = self.file(uri).await?;
+                Place::file_of(&storage, file)
+            }
+        };
+        let pointer = lfs_pointer(&place).await.ok()??;
+        let message = format!("cannot read {uri:?}: {pointer} {LFS_PROBLEM}");
+        Some(Error::new(ErrorKind::Damaged, message))
     }
 
     async fn open_noting(&self, uri: &str, notes: &mut Notes) -> Result<Checkpoint, Error> {
-        let opened = |place: String, format: FormatInfo, found: OpenedCheckpoint| Checkpoint {
-            opener: self.for_keys(None),
-            has_all_keys: found.names.is_none(),
-            uri: uri.to_owned(),
-            place,
-            format,
-            storage: Arc::clone(&found.storage),
-            is_folder: true,
-            megatron: found.extension::<MegatronCheckpoint>(),
-            source: Source::from(found),
-            unfinished: None,
-            tracker_problem: None,
-            notes: Vec::new(),
-        };
+        let opened =
+            |(place, step, step_uri), format: FormatInfo, found: OpenedCheckpoint| Checkpoint {
+                opener: self.for_keys(None),
+                has_all_keys: found.names.is_none(),
+                uri: uri.to_owned(),
+                place,
+                step,
+                step_uri,
+                format,
+                storage: Arc::clone(&found.storage),
+                is_folder: true,
+                megatron: found.extension::<MegatronCheckpoint>(),
+                source: Source::from(found),
+                unfinished: None,
+                tracker_problem: None,
+                notes: Vec::new(),
+            };
         let storage = match self.storages.open(uri, Access::Read).await {
             Ok(storage) => storage,
             Err(error) => {
@@ -79,7 +106,8 @@ impl Opener {
         {
             return self.open_one(uri, file, notes, opened).await;
         }
-        let Found { uri: at, place, tracker_problem } = found;
+        let Found { uri: at, place, step, step_uri, tracker_problem } = found;
+        let here = || (at.clone(), step.clone(), step_uri.clone());
         let folder = place.listing().root();
         let matches = self.formats.recognize(&folder);
         let best = matches.first().filter(|best| best.found.is_checkpoint());
@@ -89,7 +117,7 @@ impl Opener {
             && !is_megatron
         {
             let (format, found) = self.open_variant(&at, &place, variant).await?;
-            return Ok(opened(at, format, found));
+            return Ok(opened(here(), format, found));
         }
         match self.open_selected(&*best.format, &place).await {
             Ok(found) => {
@@ -101,7 +129,7 @@ impl Opener {
                     notes.say("--rank N shows what another rank has");
                 }
                 note_variants(&found.variants, notes);
-                let mut opened = opened(at, best.format.info(), found);
+                let mut opened = opened(here(), best.format.info(), found);
                 opened.tracker_problem = tracker_problem;
                 if !is_megatron {
                     let metadata = opened.source.metadata().await?;
@@ -140,11 +168,12 @@ impl Opener {
         uri: &str,
         (storage, key): (Arc<dyn Storage>, Key),
         notes: &mut Notes,
-        opened: impl FnOnce(String, FormatInfo, OpenedCheckpoint) -> Checkpoint,
+        opened: impl FnOnce((String, Place, String), FormatInfo, OpenedCheckpoint) -> Checkpoint,
     ) -> Result<Checkpoint, Error> {
-        let (format, found) = self.open_file(uri, &storage, key).await?;
+        let (format, found) = self.open_file(uri, &storage, key.clone()).await?;
         found.notes.iter().for_each(|note| notes.say(note));
-        let opened = opened(uri.to_owned(), format, found);
+        let file = Place::file_of(&storage, key);
+        let opened = opened((uri.to_owned(), file, uri.to_owned()), format, found);
         Ok(Checkpoint { is_folder: false, storage, ..opened })
     }
 
@@ -167,16 +196,26 @@ impl Opener {
         notes: &mut Notes,
     ) -> Result<Found, Error> {
         let place = self.look(uri, storage).await?;
-        let mut found = Found { uri: uri.to_owned(), place, tracker_problem: None };
+        let (step, step_uri) = (place.clone(), uri.to_owned());
+        let mut found = Found { uri: uri.to_owned(), place, step, step_uri, tracker_problem: None };
         // A folder in the iteration of a run, and no further: a hostile listing could go on.
         for _ in 0..2 {
+            let mut is_step = false;
             let folder = match self.formats.inner_checkpoint(&found.place).await? {
                 None => break,
                 Some(InnerCheckpoint::Folder(folder)) => folder,
                 Some(InnerCheckpoint::Selected(selection)) => {
                     let folder = selected(&found.uri, &selection, notes)?;
                     found.tracker_problem = selection.tracker.zip(selection.tracker_problem);
+                    is_step = true;
                     folder
+                }
+                Some(InnerCheckpoint::Part(part)) => {
+                    notes.say(format!(
+                        "{:?} has several checkpoints that belong together; opening {part}",
+                        found.uri
+                    ));
+                    part
                 }
                 Some(_) => break,
             };
@@ -186,6 +225,9 @@ impl Opener {
                 // A link to another place, or a storage that cannot list.
                 let storage = self.storages.open(&found.uri, Access::Read).await?;
                 found.place = self.look(&found.uri, &storage).await?;
+            }
+            if is_step {
+                (found.step, found.step_uri) = (found.place.clone(), found.uri.clone());
             }
         }
         Ok(found)
@@ -225,7 +267,8 @@ impl Opener {
     pub async fn list(&self, uri: &str) -> Result<RunListing, Error> {
         let storage = self.storages.open(uri, Access::Read).await;
         let storage = storage.map_err(|error| cannot_open(uri, error))?;
-        Ok(dcp_convert::list_run(&storage, &self.formats).await?)
+        let refused = self.refused_links(uri).await;
+        Ok(list_run_without(&storage, &self.formats, &refused).await?)
     }
 
     /// What to say of a folder that is two checkpoints at once: which of them is opened.
@@ -348,6 +391,9 @@ impl Opener {
     /// Explains why a directory is no checkpoint, and names one that is near.
     async fn no_checkpoint(&self, uri: &str, place: &Place) -> Error {
         let folder = place.listing().root();
+        if let Some(refused) = self.refused_link(uri).await {
+            return cannot_read(uri, refused);
+        }
         let can = place.storage().capabilities();
         // Folders of an object store are prefixes of names: there are no empty ones.
         if folder.is_empty() && (can.complete_listing || !can.listable) {

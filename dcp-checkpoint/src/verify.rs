@@ -5,8 +5,7 @@ use std::collections::BTreeSet;
 use dcp_convert::JobOptions;
 use dcp_convert::integrity::{Problem, ProblemKind};
 use dcp_convert::jobs::verify::VerifyReport;
-use dcp_core::format::Place;
-use dcp_core::registry::Access;
+use dcp_core::format::Evidence;
 use dcp_formats::incomplete_files::{IncompleteFile, incomplete_files};
 use dcp_megatron::jobs::verify_opened;
 
@@ -15,6 +14,7 @@ use crate::error::Error;
 use crate::open::read_all_the_same;
 use crate::same_place::{Work, same_sources};
 use crate::setters::job_options;
+use crate::uri::below;
 use crate::whole::Whole;
 
 impl Checkpoint {
@@ -50,22 +50,31 @@ pub struct Verification<'a> {
 }
 
 impl Checkpoint {
-    /// The files in its folder and below that are not of the length that their own contents require.
-    pub(crate) async fn incomplete_files(&self) -> Result<Vec<IncompleteFile>, Error> {
-        // The trainer's state of OLMo-core is beside the folder that is opened, not in it.
-        let outer = self.look(&self.uri).await?;
-        let found = self.opener.formats.recognize(&outer.listing().root());
-        let is_step = found
-            .first()
-            .is_some_and(|best| best.found.is_checkpoint() && best.found.inner.is_some());
-        let place = if is_step { outer } else { self.look(&self.place).await? };
-        Ok(incomplete_files(&place).await?)
+    /// The folders of a checkpoint of several parts that are beside the opened one, such as the optimizer of
+    /// accelerate beside the model.
+    fn other_parts(&self) -> Vec<String> {
+        let folder = self.step.listing().root();
+        let found = self.opener.formats.classify(&folder).map(|found| found.found);
+        let found = found.filter(|found| found.evidence == Evidence::Run);
+        let Some(inner) = found.and_then(|found| found.inner) else { return Vec::new() };
+        let mut parts = self.opener.formats.checkpoints_below(&folder);
+        parts.retain(|part| *part != inner);
+        parts
     }
+}
 
-    async fn look(&self, uri: &str) -> Result<Place, Error> {
-        let storage = self.opener.storages().open(uri, Access::Read).await?;
-        Ok(self.opener.look(uri, &storage).await?)
-    }
+/// Adds the report of another part of the checkpoint.
+fn add_part(report: &mut VerifyReport, part: &str, other: VerifyReport) {
+    report.ok &= other.ok;
+    report.tensors += other.tensors;
+    report.objects += other.objects;
+    report.files += other.files;
+    report.bytes_checked = report.bytes_checked.saturating_add(other.bytes_checked);
+    report.problems.extend(other.problems.into_iter().map(|mut problem| {
+        problem.file = problem.file.map(|file| format!("{part}/{file}"));
+        problem
+    }));
+    report.notes.extend(other.notes.into_iter().map(|note| format!("{part}: {note}")));
 }
 
 impl Verification<'_> {
@@ -107,7 +116,7 @@ impl Verification<'_> {
             report.ok = false;
         };
         if checkpoint.is_folder && self.job.is_coordinator() {
-            for IncompleteFile { file, problem, .. } in checkpoint.incomplete_files().await? {
+            for IncompleteFile { file, problem, .. } in incomplete_files(&checkpoint.step).await? {
                 // What the format itself has found says more.
                 if !found.contains(file.as_str()) {
                     add(ProblemKind::ShortFile, file.as_str(), format!("the file {problem}"));
@@ -120,6 +129,21 @@ impl Verification<'_> {
         }
         if let Some((tracker, problem)) = &checkpoint.tracker_problem {
             add(ProblemKind::Index, tracker, problem.clone());
+        }
+        for part in checkpoint.other_parts() {
+            let opened =
+                checkpoint.opener.unheard().open(&below(&checkpoint.step_uri, &part)).await?;
+            let verification = opened.verify().deep(self.deep).job(self.job.clone());
+            add_part(&mut report, &part, Box::pin(verification.run()).await?);
+        }
+        if report.ok
+            && self.job.is_coordinator()
+            && let Some(problem) = checkpoint.incomplete().await?
+        {
+            let mut incomplete = Problem::default();
+            (incomplete.kind, incomplete.message) = (ProblemKind::MissingFile, problem);
+            report.problems.push(incomplete);
+            report.ok = false;
         }
         Ok(report)
     }

@@ -23,6 +23,8 @@ use crate::torch_zip::{ParseStep, Sparse, check_end};
 
 /// The maximum number of files to read in one checkpoint.
 const FILES_MAX: usize = 1 << 12;
+/// The maximum number of files that are read to find a pointer of Git LFS.
+const SMALL_FILES_MAX: usize = 64;
 /// Bytes at the start of a file that show its kind.
 const HEAD_BYTES: u64 = 512;
 /// Bytes at the end of an archive that hold its end records: 22 bytes and a comment of 64 KiB, 76 of
@@ -63,10 +65,46 @@ pub async fn incomplete_files(place: &Place) -> Result<Vec<IncompleteFile>, Stor
             named.filter(|meta| !place.is_known(&meta.key)).take(FILES_MAX).cloned().collect()
         }
     };
+    incomplete_among(storage, &files).await
+}
+
+/// The first of these files that is incomplete, as a sentence.
+pub(crate) async fn first_incomplete(
+    storage: &dyn Storage,
+    files: &[ObjectMeta],
+) -> Result<Option<String>, StorageError> {
+    Ok(incomplete_among(storage, files).await?.first().map(ToString::to_string))
+}
+
+async fn incomplete_among(
+    storage: &dyn Storage,
+    files: &[ObjectMeta],
+) -> Result<Vec<IncompleteFile>, StorageError> {
     let looks: Vec<_> = files.iter().map(|meta| look(storage, meta)).collect();
     let parallelism = usize::from(storage.capabilities().parallelism.max(1));
     let found: Vec<_> = stream::iter(looks).buffered(parallelism).try_collect().await?;
     Ok(found.into_iter().flatten().collect())
+}
+
+/// The first pointer of Git LFS among the files at `place` and below; at most 64 small files are read.
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn lfs_pointer(place: &Place) -> Result<Option<Key>, StorageError> {
+    let storage = &**place.storage();
+    let files: Vec<ObjectMeta> = match place.file() {
+        Some(file) => vec![storage.stat(file).await?],
+        None => place.listing().objects().to_vec(),
+    };
+    let range = LFS_POINTER.len() as u64..=LFS_POINTER_MAX;
+    let small = files.into_iter().filter(|meta| range.contains(&meta.byte_len));
+    for meta in small.take(SMALL_FILES_MAX) {
+        if is_lfs_pointer(&storage.read_range(&meta.key, 0..LFS_POINTER.len() as u64).await?) {
+            return Ok(Some(meta.key));
+        }
+    }
+    Ok(None)
 }
 
 /// Whether the first bytes of a file are those of a pointer of Git LFS.

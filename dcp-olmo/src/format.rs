@@ -10,6 +10,7 @@ use dcp_core::format::{
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, StorageError};
 use dcp_formats::dcp::{DcpFiles, DcpFormat};
+use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
 use serde::Deserialize;
 
 /// The folder of a step that contains the DCP checkpoint.
@@ -53,7 +54,8 @@ fn problem(folder: &Folder<'_>, model: Option<&DcpFiles>) -> Option<String> {
 #[async_trait]
 impl CheckpointFormat for OlmoFormat {
     fn info(&self) -> FormatInfo {
-        FormatInfo::new("olmo", "OLMo step").with_landmarks(&["model_and_optim/.metadata", COMMIT])
+        const LANDMARKS: [&str; 3] = ["model_and_optim/.metadata", COMMIT, TRAIN];
+        FormatInfo::new("olmo", "OLMo step").with_landmarks(&LANDMARKS)
     }
 
     fn peeks(&self, _folder: &Folder<'_>) -> Vec<Peek> {
@@ -89,12 +91,27 @@ impl CheckpointFormat for OlmoFormat {
     }
 
     async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
+        let folder = place.listing().root();
+        let model = folder.folder(MODEL_FOLDER).map(|model| DcpFiles::of(&model));
+        if let Some(problem) = problem(&folder, model.as_ref()) {
+            return Ok(Examined::new(Some(problem)));
+        }
         let mut found = DcpFormat.examine(&place.below(MODEL_FOLDER)?).await?;
-        let commit = place.listing().root().file(COMMIT);
+        let commit = folder.file(COMMIT);
         if let Some(commit) = commit.filter(|commit| commit.byte_len <= OlmoNote::BYTES_MAX) {
             let json = place.storage().read_range(&commit.key, 0..commit.byte_len).await?;
-            if let Ok(note) = OlmoNote::parse(&json) {
-                found = found.with_ephemeral(Some(note.ephemeral)).with_version(note.version);
+            match OlmoNote::parse(&json) {
+                Ok(note) => {
+                    found = found.with_ephemeral(Some(note.ephemeral)).with_version(note.version);
+                }
+                Err(_) if found.problem.is_some() => {}
+                Err(_) if is_lfs_pointer(&json) => {
+                    found.problem = Some(format!("the {COMMIT} {LFS_PROBLEM}"));
+                }
+                Err(error) => {
+                    found.problem =
+                        Some(format!("the {COMMIT} cannot be read: {}", error.problem()));
+                }
             }
         }
         Ok(found)

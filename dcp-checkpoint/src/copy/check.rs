@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use dcp_convert::integrity::{Problem, ProblemKind};
 use dcp_convert::jobs::copy::Comparing;
+use dcp_convert::open::incomplete;
 use dcp_convert::{JobOptions, Source};
+use dcp_core::registry::Access;
 use dcp_core::text::Quoted;
-use dcp_formats::incomplete_files::IncompleteFile;
 
 use crate::error::{Error, ErrorKind};
 use crate::opener::{Need, Opener};
@@ -80,12 +81,10 @@ pub(super) async fn check(
         }
         let mut lost = report.problems.into_iter().find(is_lost);
         if lost.is_none() && checkpoint.is_folder {
-            let first = checkpoint.incomplete_files().await?.into_iter().next();
-            lost = first.map(|IncompleteFile { file, problem, .. }| {
-                let mut lost = Problem::default();
-                (lost.file, lost.message) = (Some(file.to_string()), problem);
-                lost
-            });
+            lost = checkpoint.incomplete().await?.map(without_file);
+        }
+        if lost.is_none() {
+            lost = problem_around(&opener, target, &folder).await?;
         }
         if let Some(Problem { file, message, .. }) = lost {
             let file = file.map_or(String::new(), |file| format!("{}: ", Quoted(&file)));
@@ -98,4 +97,30 @@ pub(super) async fn check(
         }
     }
     wrong.map_or(Ok(()), Err)
+}
+
+/// Why the step around the checkpoint in `folder` is not complete, such as that of OLMo-core.
+async fn problem_around(
+    opener: &Opener,
+    target: &str,
+    folder: &str,
+) -> Result<Option<Problem>, Error> {
+    let (step, inner) = match folder.rsplit_once('/') {
+        Some((step, inner)) => (below(target, step), inner),
+        None if folder.is_empty() => return Ok(None),
+        None => (target.to_owned(), folder),
+    };
+    let storage = opener.storages().open(&step, Access::Read).await?;
+    let place = opener.look(&step, &storage).await?;
+    let found = opener.formats.classify(&place.listing().root());
+    if found.is_none_or(|found| found.found.inner.as_deref() != Some(inner)) {
+        return Ok(None);
+    }
+    Ok(incomplete(&opener.formats, &place).await?.map(without_file))
+}
+
+fn without_file(message: String) -> Problem {
+    let mut problem = Problem::default();
+    problem.message = message;
+    problem
 }

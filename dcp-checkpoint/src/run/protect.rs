@@ -99,7 +99,7 @@ pub(super) async fn examine_files(
         return Ok(Examined::new(Some("it is no checkpoint".to_owned())));
     };
     match is_whole(&found) {
-        true => examine_checkpoint(&*found.format, &place.below(name)?).await,
+        true => examine_checkpoint(formats, &*found.format, &place.below(name)?).await,
         false => Ok(Examined::new(found.found.problem)),
     }
 }

@@ -2,12 +2,14 @@
 
 use clap::Args;
 use dcp::checkpoint::Need;
+use dcp::checkpoint::jobs::Inspected;
 use dcp::convert::jobs::inspect::KeySummary;
 use dcp::convert::keys::unmatched_patterns;
 use dcp::convert::{ConvertError, Source};
 use dcp::core::format::WantedKeys;
 
 use crate::failure::{Exit, Failure};
+use crate::output::Output;
 use crate::output::render::{megatron, shards, tree};
 use crate::session::Session;
 
@@ -15,7 +17,8 @@ use crate::session::Session;
 ///
 /// Prints the tree of its tensors and objects with dtype, shape, bytes and number of shards, and
 /// its files, and what dcp noted when it saved the checkpoint. No tensor data is read, so it is quick
-/// however large the checkpoint is.
+/// however large the checkpoint is. The exit code is 1 if it is not whole: a file is missing or has
+/// another length than its index or header says, as for `dcp ls`.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
 Examples:
@@ -28,14 +31,14 @@ Examples:
 
 JSON:
   {\"format\": …, \"keys\": {FQN: KEY, …}, \"files\": {NAME: BYTES, …}, \"callables\": [CALLABLE, …],
-   \"unfinished\": [TEXT, …], \"sidecar\": SIDECAR}
+   \"unfinished\": [TEXT, …], \"sidecar\": SIDECAR, \"problem\": why it is not whole}
   KEY is {\"kind\": \"tensor\", \"dtype\", \"shape\", \"bytes\",
           \"chunks\": [{\"offsets\", \"sizes\", \"file\", \"byte_offset\", \"byte_len\"}, …],
           \"device\": where torch.load puts it, if not on the CPU}
       or {\"kind\": \"object\", \"value\"}; a value that JSON lacks is tagged {\"type\": …, …}.
   CALLABLE is {\"key\", \"path\", \"name\", \"dangerous\"}: what Python runs when it loads that object,
-  and is not known to be harmless; `dangerous` ones are known to run commands or code. The last two
-  are left out where there are none; \"unfinished\" says what is missing of a Hugging Face model.
+  and is not known to be harmless; `dangerous` ones are known to run commands or code. What there is
+  none of is left out; \"unfinished\" says what is missing of a Hugging Face model.
   SIDECAR is {\"state\": \"found\", \"tool\", \"world_size\", \"mesh\": {NAME: SIZE, …}, \"step\",
   \"parent_step\", \"checksums\": {\"covered\", \"of\"}, \"digests\": {\"covered\", \"of\"}}: what a save of
   dcp noted, and of what is shown the chunks and objects with a CRC-32 and files with a SHA-256; or
@@ -119,13 +122,26 @@ pub(crate) fn inspect(args: &Inspect, session: &Session) -> Result<(), Failure> 
         }
         Ok(inspected)
     })?;
-    let summary = &inspected.summary;
+    let (summary, problem) = (&inspected.summary, inspected.problem.clone());
     for one in &summary.callables {
         out.note(&format!("Python would run {one}, when it loads the checkpoint"));
     }
     if !args.json {
         summary.unfinished.iter().for_each(|problem| out.note(problem));
     }
+    show(args, inspected, out)?;
+    match problem {
+        Some(problem) => {
+            Err(Failure::new(Exit::Bad, format!("{:?} is not whole: {problem}", args.uri))
+                .hint("`dcp verify` lists all that is wrong with it"))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Prints what there is, also of a checkpoint that is not whole.
+fn show(args: &Inspect, inspected: Inspected, out: &Output) -> Result<(), Failure> {
+    let summary = &inspected.summary;
     if args.json {
         return out.json(&inspected);
     }

@@ -30,6 +30,7 @@ mod megatron_convert;
 mod megatron_damaged;
 mod memory;
 mod model_folder;
+mod one_answer;
 mod overlap;
 mod plugins;
 mod prune;

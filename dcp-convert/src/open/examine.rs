@@ -1,25 +1,35 @@
 //! Decides whether a checkpoint is complete.
 
-use dcp_core::StorageError;
-use dcp_core::format::{CheckpointFormat, Examined, Place};
-use dcp_core::storage::StorageExt as _;
-use dcp_formats::dcp::DcpFormat;
-use dcp_formats::incomplete_files::{incomplete_files, unwritten};
+use std::sync::Arc;
 
+use dcp_core::error::error_chain;
+use dcp_core::format::{
+    CheckpointFormat, Examined, Folder, FolderMatch, FormatRegistry, OpenOptions, Place, Recognized,
+};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{CheckpointError, CheckpointMetadata, StorageError};
+use dcp_formats::dcp::DcpFormat;
+use dcp_formats::hf::INDEX_ENDING;
+use dcp_formats::incomplete_files::{incomplete_files, unwritten};
+use dcp_planner::validate_metadata;
+
+/// The index of PyTorch's format, and the ending of those of ranks.
+const METADATA: &str = ".metadata";
 /// Bytes at the start of an index that a power failure would have left as zeros.
 const HEAD_BYTES: u64 = 64;
 
 /// Examines a checkpoint that its names call whole: its index against its files, and every file of
 /// safetensors or `torch.save` against its own header. No tensor is read.
 ///
-/// This is the one answer of `ls`, `prune`, `copy` and `verify`; RELIABILITY.md lists what each format
-/// needs. Of files that are [known](Place::known_files), because another checkpoint with files of the same
+/// This is the one answer of `ls`, `prune`, `copy`, `inspect` and `verify`; RELIABILITY.md lists what each
+/// format needs. Of files that are [known](Place::known_files), because another checkpoint with files of the same
 /// names and lengths was examined, only the beginning of the index is read.
 ///
 /// # Errors
 ///
 /// When the storage fails. What is wrong with the checkpoint is [`Examined::problem`].
 pub async fn examine_checkpoint(
+    formats: &FormatRegistry,
     format: &dyn CheckpointFormat,
     place: &Place,
 ) -> Result<Examined, StorageError> {
@@ -38,18 +48,93 @@ pub async fn examine_checkpoint(
         0 => first.to_string(),
         more => format!("{first}; {more} more files are incomplete"),
     });
+    if examined.problem.is_none() && !place.has_any_known() {
+        examined.problem = contradiction(formats, format, place, &mut examined.index).await?;
+    }
     Ok(examined)
 }
 
-/// The problem of an index that begins with zeros. One file is read: that of PyTorch's format where there
-/// is one, since frameworks build on it.
+/// What shows that the save did not finish, or elements of a tensor that no chunk holds: the files of a rank
+/// that are missing. The indexes and headers of ranks are read again, as one.
+async fn contradiction(
+    formats: &FormatRegistry,
+    format: &dyn CheckpointFormat,
+    place: &Place,
+    index: &mut Option<Arc<CheckpointMetadata>>,
+) -> Result<Option<String>, StorageError> {
+    let folder = place.listing().root();
+    if index.is_none() && is_by_ranks(&folder) {
+        let options = OpenOptions::default().with_tolerant(true);
+        let opened = async { format.open(place, &options).await?.reader.metadata().await };
+        match opened.await {
+            Ok(merged) => *index = Some(merged),
+            Err(CheckpointError::Storage(error)) => return Err(error),
+            Err(error) => return Ok(Some(error_chain(&error))),
+        }
+    }
+    let Some(index) = index else { return Ok(None) };
+    if format.info().name == DcpFormat.info().name
+        && let Some((_, unfinished)) = formats.unfinished(&folder, index)
+    {
+        return Ok(Some(format!("it {}", unfinished.description)));
+    }
+    Ok(validate_metadata(index).first().map(ToString::to_string))
+}
+
+/// Whether each rank has written an index or headers of its own, which only together show what is missing.
+fn is_by_ranks(folder: &Folder<'_>) -> bool {
+    let has_index = |name: &str| name == METADATA || name.ends_with(INDEX_ENDING);
+    let is_rank = |name: &str| {
+        let digits = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+        let rank = name.strip_prefix("__").and_then(|name| name.strip_suffix(METADATA));
+        rank.is_some_and(digits) || name.starts_with("shard-") && name.ends_with(".safetensors")
+    };
+    !folder.files().any(|(name, _)| has_index(name))
+        && folder.files().any(|(name, _)| is_rank(name))
+}
+
+/// Why the checkpoint in a folder, or the one file of `place`, is not complete: by its names, and by
+/// [`examine_checkpoint`]. `None` for a complete one, and for a folder without a checkpoint.
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn incomplete(
+    formats: &FormatRegistry,
+    place: &Place,
+) -> Result<Option<String>, StorageError> {
+    let examined = match place.file() {
+        Some(file) => match formats.recognize_file(place.storage(), file).await {
+            Ok(format) => examine_checkpoint(formats, &**format, place).await?,
+            Err(CheckpointError::Storage(error)) => return Err(error),
+            Err(_) => return Ok(None),
+        },
+        None => match formats.classify(&place.listing().root()) {
+            // A storage that cannot list does not show which names there are.
+            Some(FolderMatch { found: Recognized { problem: Some(problem), .. }, .. })
+                if place.storage().capabilities().listable =>
+            {
+                return Ok(Some(problem));
+            }
+            Some(found) => examine_checkpoint(formats, &*found.format, place).await?,
+            None => return Ok(None),
+        },
+    };
+    Ok(examined.problem)
+}
+
+/// The problem of a file that shows a checkpoint and begins with zeros.
 async fn unwritten_index(
     format: &dyn CheckpointFormat,
     place: &Place,
 ) -> Result<Option<String>, StorageError> {
     let folder = place.listing().root();
-    let mut landmarks = DcpFormat.info().landmarks.iter().chain(format.info().landmarks);
-    let Some(file) = landmarks.find_map(|landmark| folder.file(landmark)) else { return Ok(None) };
-    let head = place.storage().read_range(&file.key, 0..file.byte_len.min(HEAD_BYTES)).await?;
-    Ok(unwritten(&head).map(|problem| format!("{} {problem}", file.key)))
+    let landmarks = DcpFormat.info().landmarks.iter().chain(format.info().landmarks);
+    for file in landmarks.filter_map(|landmark| folder.file(landmark)) {
+        let head = place.storage().read_range(&file.key, 0..file.byte_len.min(HEAD_BYTES)).await?;
+        if let Some(problem) = unwritten(&head) {
+            return Ok(Some(format!("{} {problem}", file.key)));
+        }
+    }
+    Ok(None)
 }

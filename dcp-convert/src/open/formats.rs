@@ -134,18 +134,26 @@ impl CheckpointFormat for TorchSaveFolders {
 
     async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
         let examined = self.0.examine(place).await?;
-        let name = TorchSaveFormat::index_file(None);
+        if place.has_known_files() {
+            return Ok(examined);
+        }
         let folder = place.listing().root();
-        // Loaders read the single file, whatever an index says.
-        let index = folder.file(&name).filter(|_| !folder.has(&TorchSaveFormat::model_file(None)));
-        let Some(index) = index.filter(|_| !place.has_known_files()) else { return Ok(examined) };
-        let problem = if index.byte_len > INDEX_MAX {
-            Some(format!("the {name} has {} bytes, more than an index has", index.byte_len))
-        } else {
-            let json = place.storage().read_range(&index.key, 0..index.byte_len).await?;
-            missing_file(&folder, &json).map(|problem| format!("the {name} {problem}"))
-        };
-        Ok(problem.map_or(examined, |problem| Examined::new(Some(problem))))
+        for variant in TorchSaveFormat::models(&folder) {
+            let name = TorchSaveFormat::index_file(variant.as_deref());
+            // Loaders read the single file, whatever an index says.
+            let single = TorchSaveFormat::model_file(variant.as_deref());
+            let Some(index) = folder.file(&name).filter(|_| !folder.has(&single)) else { continue };
+            let problem = if index.byte_len > INDEX_MAX {
+                Some(format!("has {} bytes, more than an index has", index.byte_len))
+            } else {
+                let json = place.storage().read_range(&index.key, 0..index.byte_len).await?;
+                missing_file(&folder, &json)
+            };
+            if let Some(problem) = problem {
+                return Ok(Examined::new(Some(format!("the {name} {problem}"))));
+            }
+        }
+        Ok(examined)
     }
 
     async fn tracker(&self, run: &Place) -> Result<Option<RunTracker>, StorageError> {
@@ -181,7 +189,11 @@ impl CheckpointFormat for TorchSaveFolders {
         place: &Place,
         options: &OpenOptions,
     ) -> Result<OpenedCheckpoint, CheckpointError> {
-        let variant = options.variant.as_deref();
+        // Of a folder without the main model, the first variant is the model.
+        let first = || TorchSaveFormat::models(&place.listing().root()).pop_first().flatten();
+        let variant = options.variant.clone().or_else(first);
+        let variant = variant.as_deref();
+        let options = &options.clone().with_variant(variant.map(ToOwned::to_owned));
         let key = |name: String| Key::new(name).map_err(StorageError::from);
         let (file, index) = (
             key(TorchSaveFormat::model_file(variant))?,

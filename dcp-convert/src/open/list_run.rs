@@ -1,7 +1,7 @@
 //! The checkpoints in a directory: what each is, whether it is whole, how large, how old.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -18,6 +18,8 @@ use serde::Serialize;
 
 use super::examine::examine_checkpoint;
 
+/// Levels of folders below those of the directory in which checkpoints are listed.
+const DEPTH_MAX: usize = 2;
 /// Entries of the directory that are listed one by one.
 const ENTRIES_MAX: usize = 100_000;
 /// Files of the directory that are opened to see whether they are checkpoints.
@@ -31,9 +33,10 @@ const EXAMINED_MAX: usize = 64;
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct RunListing {
-    /// The checkpoints, in natural order of their names; the directory itself is called `.`.
+    /// The checkpoints, in natural order of their names; the directory itself is called `.`. One in a
+    /// folder that is no checkpoint has the path to it as its name: `run/step10`.
     pub entries: Vec<RunEntry>,
-    /// The name of the last whole one that is numbered.
+    /// The name of the last whole one that is numbered, of those directly in the directory.
     pub latest: Option<String>,
     /// Files and folders that are no checkpoints.
     pub other: usize,
@@ -179,7 +182,7 @@ fn entry(
 }
 
 /// Lists the checkpoints in the directory of `storage`, of all `formats`: the steps of a run, each
-/// with whether it is whole. The directory is listed once, with everything below it: a bucket returns
+/// with whether it is whole; or those of all runs in it. The directory is listed once, with everything below it: a bucket returns
 /// the names of a thousand files at a time, of whatever folders. The last 64 checkpoints are examined:
 /// small indexes (below 1 MiB) are compared with the lengths of the files that they name, and notes
 /// of trainers are read; no tensor is read. Of checkpoints whose files have the same names and
@@ -192,13 +195,38 @@ pub async fn list_run(
     storage: &Arc<dyn Storage>,
     formats: &FormatRegistry,
 ) -> Result<RunListing, StorageError> {
-    let listing = Listing::read(&**storage, &[]).await?;
+    list_run_without(storage, formats, &UnreadFiles::new()).await
+}
+
+/// Files that cannot be read, each with the reason, such as links that a file system does not follow.
+pub type UnreadFiles = BTreeMap<Key, String>;
+
+/// As [`list_run`], of a directory in which some files are not read. Their names count; whether a
+/// checkpoint with one of them is complete is unknown, and the reason is its problem.
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn list_run_without(
+    storage: &Arc<dyn Storage>,
+    formats: &FormatRegistry,
+    unread: &UnreadFiles,
+) -> Result<RunListing, StorageError> {
+    let mut listing = Listing::read(&**storage, &[]).await?;
+    let not_listed = unread.keys().filter(|key| listing.get(key).is_none());
+    let not_listed: Vec<_> = not_listed.map(|key| ObjectMeta::new(key.clone(), 0)).collect();
+    if !not_listed.is_empty() {
+        listing = Listing::new(listing.objects().iter().cloned().chain(not_listed));
+    }
     let place = Place::folder(storage, listing);
     let root = place.listing().root();
     let mut run = RunListing { truncated: place.listing().is_truncated(), ..Default::default() };
     let mut listed = Vec::new();
     let own = formats.classify(&root);
-    let own = own.filter(|own| own.found.is_checkpoint());
+    let tracker = tracker(formats, &place, &mut run).await;
+    // Stray files beside the tracker of a run are no checkpoint: readers open what the tracker names.
+    let needed = if tracker.is_some() { Evidence::Remains } else { Evidence::Files };
+    let own = own.filter(|own| own.found.evidence >= needed);
     let is_part = |name: &str| own.as_ref().is_some_and(|own| own.format.owns(&root, name));
     let mut files = Vec::new();
     for (seen, inside) in root.entries().enumerate() {
@@ -207,13 +235,18 @@ pub async fn list_run(
             break;
         }
         match inside {
+            ListingEntry::File(_, meta) if unread.contains_key(&meta.key) => run.other += 1,
             ListingEntry::File(name, meta) => files.push((name, meta)),
             ListingEntry::Folder(folder) if is_part(folder.name()) => {}
             ListingEntry::Folder(folder) => match formats.classify(&folder) {
                 Some(found) => {
                     listed.push(Listed::folder(folder.name(), &folder, found, run.truncated));
                 }
-                None => run.other += 1,
+                None => {
+                    let before = listed.len();
+                    list_below(formats, &folder, DEPTH_MAX, run.truncated, &mut listed);
+                    run.other += usize::from(listed.len() == before);
+                }
             },
         }
     }
@@ -222,21 +255,16 @@ pub async fn list_run(
         Some(own) => listed.push(Listed::folder(".", &root, own, run.truncated)),
         None => run.other += list_files(&**storage, formats, files, &mut listed).await?,
     }
-    let mut tracker = None;
-    for format in formats.formats() {
-        tracker = format.tracker(&place).await?;
-        if tracker.is_some() {
-            break;
-        }
-    }
+    mark_unread(unread, &mut listed);
     if let Some(tracker) = &tracker {
         mark_unfinished(tracker, &mut listed);
     }
-    examine(&place, &mut listed).await;
+    examine(formats, &place, &mut listed).await;
     run.entries = listed.into_iter().map(|one| one.entry).collect();
     run.entries.sort_by_cached_key(|entry| natural(&entry.name));
     let whole = |entry: &&RunEntry| entry.complete == Some(true);
-    let steps = run.entries.iter().filter(whole).filter(|entry| entry.step.is_some());
+    let is_own = |entry: &&RunEntry| entry.step.is_some() && !entry.name.contains('/');
+    let steps = run.entries.iter().filter(whole).filter(is_own);
     let mut latest = steps.max_by_key(|entry| entry.step);
     if let Some(tracker) = tracker {
         let file = tracker.file;
@@ -260,6 +288,62 @@ pub async fn list_run(
     }
     run.latest = latest.map(|entry| entry.name.clone());
     Ok(run)
+}
+
+/// The tracker of a run; one that cannot be read is noted, and does not keep the others from being listed.
+async fn tracker(
+    formats: &FormatRegistry,
+    place: &Place,
+    run: &mut RunListing,
+) -> Option<RunTracker> {
+    for format in formats.formats() {
+        match format.tracker(place).await {
+            Ok(None) => {}
+            Ok(tracker) => return tracker,
+            Err(error) => {
+                run.tracker_problem = Some(error_chain(&error));
+                return None;
+            }
+        }
+    }
+    None
+}
+
+/// Adds the checkpoints in folders below one that is none, such as the runs of a project.
+fn list_below(
+    formats: &FormatRegistry,
+    folder: &Folder<'_>,
+    depth: usize,
+    truncated: bool,
+    listed: &mut Vec<Listed>,
+) {
+    for below in folder.folders() {
+        if listed.len() >= ENTRIES_MAX {
+            return;
+        }
+        match formats.classify(&below) {
+            Some(found) if found.found.evidence != Evidence::Loose => {
+                listed.push(Listed::folder(below.path(), &below, found, truncated));
+            }
+            Some(_) => {}
+            None if depth > 1 => list_below(formats, &below, depth - 1, truncated, listed),
+            None => {}
+        }
+    }
+}
+
+/// Marks the checkpoints of which a file cannot be read.
+fn mark_unread(unread: &UnreadFiles, listed: &mut [Listed]) {
+    for Listed { entry, .. } in listed.iter_mut().filter(|one| one.entry.complete == Some(true)) {
+        let is_in = |key: &Key| {
+            let below = key.as_str().strip_prefix(&*entry.name);
+            entry.name == "." || below.is_some_and(|rest| rest.starts_with('/'))
+        };
+        if let Some((_, reason)) = unread.iter().find(|(key, _)| is_in(key)) {
+            entry.complete = None;
+            entry.problem = Some(reason.clone());
+        }
+    }
 }
 
 /// Marks the checkpoints that the run has saved after the one that its tracker names.
@@ -316,7 +400,7 @@ async fn list_files(
 }
 
 /// Examines the last checkpoints.
-async fn examine(place: &Place, listed: &mut [Listed]) {
+async fn examine(formats: &FormatRegistry, place: &Place, listed: &mut [Listed]) {
     let mut last: Vec<_> = listed.iter_mut().collect();
     last.sort_by_key(|one| Reverse((one.entry.step, one.entry.modified)));
     last.truncate(EXAMINED_MAX);
@@ -329,9 +413,9 @@ async fn examine(place: &Place, listed: &mut [Listed]) {
             None => firsts.push(one),
         }
     }
-    let whole = examine_each(place, firsts.into_iter().map(|one| (one, false))).await;
+    let whole = examine_each(formats, place, firsts.into_iter().map(|one| (one, false))).await;
     let is_whole = |of: usize| whole.get(of).copied().unwrap_or(false);
-    examine_each(place, others.into_iter().map(|(of, one)| (one, is_whole(of)))).await;
+    examine_each(formats, place, others.into_iter().map(|(of, one)| (one, is_whole(of)))).await;
 }
 
 /// Whether two folders are checkpoints of one format with files of the same names and lengths.
@@ -352,12 +436,13 @@ fn below(entry: &RunEntry) -> Option<&str> {
 /// Examines checkpoints, each with whether another one of the same files was found whole. Returns
 /// for each whether it is.
 async fn examine_each(
+    formats: &FormatRegistry,
     place: &Place,
     listed: impl Iterator<Item = (&mut Listed, bool)>,
 ) -> Vec<bool> {
     let examined = listed.map(|(one, known)| async move {
         let found = match place_of(place, &one.entry, known) {
-            Ok(place) => examine_checkpoint(&*one.format, &place).await,
+            Ok(place) => examine_checkpoint(formats, &*one.format, &place).await,
             Err(error) => Err(error),
         };
         note(&mut one.entry, found);

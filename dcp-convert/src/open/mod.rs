@@ -13,8 +13,8 @@ use crate::source::Source;
 
 use self::formats::formats;
 
-pub use examine::examine_checkpoint;
-pub use list_run::{EntryKind, RunEntry, RunListing};
+pub use examine::{examine_checkpoint, incomplete};
+pub use list_run::{EntryKind, RunEntry, RunListing, UnreadFiles, list_run_without};
 
 impl Source {
     /// The checkpoint in a folder, of any of the [`formats`](crate::formats()) of this crate. With

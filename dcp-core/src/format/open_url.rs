@@ -23,6 +23,9 @@ pub enum InnerCheckpoint {
     Folder(String),
     /// In the folder of a run that the run selects.
     Selected(RunSelection),
+    /// In several folders that belong together, such as the model and the optimizer of accelerate: the
+    /// first of them.
+    Part(String),
 }
 
 impl FormatRegistry {
@@ -43,7 +46,11 @@ impl FormatRegistry {
         let is_checkpoint = matches.first().is_some_and(|best| best.found.is_checkpoint());
         let selection = self.select(place).await?;
         let is_followed = |one: &RunSelection| one.tracker.is_some() || !is_checkpoint;
-        Ok(selection.filter(is_followed).map(InnerCheckpoint::Selected))
+        if let Some(selection) = selection.filter(is_followed) {
+            return Ok(Some(InnerCheckpoint::Selected(selection)));
+        }
+        let mut parts = matches.into_iter().filter_map(|one| one.found.inner);
+        Ok(parts.next().filter(|_| !is_checkpoint).map(InnerCheckpoint::Part))
     }
 
     /// Opens the checkpoint at a URL: a folder, the folder of a run, which selects one of its
@@ -90,6 +97,10 @@ impl FormatRegistry {
                     })?;
                     notes.push(format!("the folder {description}; opening {folder}, {reason}"));
                     folder
+                }
+                Some(InnerCheckpoint::Part(part)) => {
+                    notes.push(format!("the folder has several checkpoints; opening {part}"));
+                    part
                 }
             };
             at = below_url(&at, &folder);

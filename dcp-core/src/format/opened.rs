@@ -86,6 +86,8 @@ pub struct Place {
     file: Option<Key>,
     /// The folder of [`known_files`](Self::known_files).
     known: Option<String>,
+    /// The folder of [`with_index`](Self::with_index), and the index.
+    index: Option<(String, Arc<CheckpointMetadata>)>,
 }
 
 impl Place {
@@ -94,7 +96,7 @@ impl Place {
     pub fn folder(storage: &Arc<dyn Storage>, listing: Listing) -> Self {
         let listing = Arc::new(listing);
         let storage = ListedStorage::new(Arc::clone(storage), Arc::clone(&listing));
-        Self { storage: Arc::new(storage), listing, file: None, known: None }
+        Self { storage: Arc::new(storage), listing, file: None, known: None, index: None }
     }
 
     /// The name of the folder, where it is known.
@@ -115,7 +117,7 @@ impl Place {
     pub fn file_of(storage: &Arc<dyn Storage>, file: Key) -> Self {
         let storage = ListedStorage::unlisted(Arc::clone(storage));
         let storage = Arc::new(storage);
-        Self { storage, listing: Arc::default(), file: Some(file), known: None }
+        Self { storage, listing: Arc::default(), file: Some(file), known: None, index: None }
     }
 
     /// The folder `folder` in this one.
@@ -129,11 +131,14 @@ impl Place {
         }
         let storage = Subfolder::new(Arc::clone(&self.storage), Key::new(folder)?);
         let listing = Arc::new(self.listing.below(folder));
-        let known = self.known.as_deref().and_then(|known| match known.strip_prefix(folder)? {
+        let inside = |path: &str| match path.strip_prefix(folder)? {
             "" => Some(".".to_owned()),
             rest => Some(rest.strip_prefix('/')?.to_owned()),
-        });
-        Ok(Self { storage: Arc::new(storage), listing, file: None, known })
+        };
+        let known = self.known.as_deref().and_then(inside);
+        let index = self.index.as_ref();
+        let index = index.and_then(|(path, index)| Some((inside(path)?, Arc::clone(index))));
+        Ok(Self { storage: Arc::new(storage), listing, file: None, known, index })
     }
 
     /// The same, where the checkpoint in `folder` (a path from this one; `.` for itself) has files
@@ -141,6 +146,19 @@ impl Place {
     #[must_use]
     pub fn known_files(self, folder: impl Into<String>) -> Self {
         Self { known: Some(folder.into()), ..self }
+    }
+
+    /// The same, where the index of the checkpoint in `folder` (a path from this one; `.` for itself) was
+    /// read whole already.
+    #[must_use]
+    pub fn with_index(self, folder: impl Into<String>, index: Arc<CheckpointMetadata>) -> Self {
+        Self { index: Some((folder.into(), index)), ..self }
+    }
+
+    /// The index of the checkpoint in this folder, if it was [read already](Self::with_index).
+    #[must_use]
+    pub fn index(&self) -> Option<&Arc<CheckpointMetadata>> {
+        self.index.as_ref().filter(|(folder, _)| folder == ".").map(|(_, index)| index)
     }
 
     /// Whether the files of the checkpoint in this folder need no comparison with its index; see

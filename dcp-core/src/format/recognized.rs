@@ -1,6 +1,9 @@
 //! What a format says of a folder.
 
 use std::fmt;
+use std::sync::Arc;
+
+use crate::metadata::CheckpointMetadata;
 
 /// The names of a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -117,7 +120,7 @@ impl fmt::Display for Recognized {
 }
 
 /// What a closer look at a checkpoint finds.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Examined {
     /// Why it is not whole.
@@ -129,7 +132,22 @@ pub struct Examined {
     pub ephemeral: Option<bool>,
     /// The version of the program that wrote it, where it says so.
     pub version: Option<String>,
+    /// Its index, where the format has read it: whether its chunks cover their tensors is for the caller to
+    /// say.
+    pub index: Option<Arc<CheckpointMetadata>>,
 }
+
+/// The index is not compared.
+impl PartialEq for Examined {
+    fn eq(&self, other: &Self) -> bool {
+        let facts = |one: &Self| {
+            (one.problem.clone(), one.unsupported.clone(), one.ephemeral, one.version.clone())
+        };
+        facts(self) == facts(other)
+    }
+}
+
+impl Eq for Examined {}
 
 impl Examined {
     /// A checkpoint with this problem, if it has one.
@@ -148,6 +166,13 @@ impl Examined {
     #[must_use]
     pub fn with_ephemeral(mut self, ephemeral: Option<bool>) -> Self {
         self.ephemeral = ephemeral;
+        self
+    }
+
+    /// Sets [`index`](Self::index).
+    #[must_use]
+    pub fn with_index(mut self, index: Option<Arc<CheckpointMetadata>>) -> Self {
+        self.index = index;
         self
     }
 

@@ -134,10 +134,22 @@ impl DcpFiles {
     }
 }
 
-/// Checkpoints in folders below, such as the model and the optimizer of accelerate. Of several the
-/// first that is committed is named.
+/// Checkpoints in folders below that belong together, such as the model and the optimizer of accelerate. Of
+/// several the first that is committed is named. Folders below a run are checkpoints of their own: they
+/// are a checkpoint together only if each has the name of a part.
 fn nested(folder: &Folder<'_>) -> Option<Recognized> {
+    const PARTS: [&str; 6] =
+        ["model", "optimizer", "optim", "model_and_optim", "ckpt", "checkpoint"];
+    // Of accelerate, with the number of the model or the optimizer.
+    const NUMBERED: [&str; 2] = ["pytorch_model_fsdp_", "optimizer_"];
+    let is_part = |name: &str| {
+        let is_numbered = || NUMBERED.iter().any(|start| name.starts_with(start));
+        PARTS.contains(&name) || is_numbered()
+    };
     let found = nested_files(folder);
+    if !found.iter().all(|(path, _)| is_part(path)) {
+        return None;
+    }
     let committed = found.iter().find(|(_, files)| files.is_committed());
     let (path, files) = committed.or_else(|| found.first())?;
     let problem =
@@ -327,12 +339,15 @@ async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
         indexes.into_iter().map(|(name, index)| examine_index(place, name, index)).collect();
     let parallelism = usize::from(place.storage().capabilities().parallelism.max(1));
     let mut examined = stream::iter(examined).buffered(parallelism);
+    let mut index = None;
     while let Some(found) = examined.try_next().await? {
         if found != Examined::default() {
             return Ok(found);
         }
+        index = found.index;
     }
-    Ok(Examined::default())
+    // The index of one rank has a part of the tensors.
+    Ok(Examined::default().with_index(index.filter(|_| folder.has(METADATA))))
 }
 
 async fn examine_index(
@@ -351,23 +366,14 @@ async fn examine_index(
         let any = folder.files().any(|(name, _)| name.ends_with(".distcp"));
         return Ok(Examined::new((!any).then(|| NO_DATA.to_owned())));
     }
-    let bytes = place.storage().read_range(&index.key, 0..index.byte_len).await?;
-    let mut metadata = match decode(&bytes) {
-        Ok(metadata) => metadata,
-        Err(_) if is_bytecheckpoint(&bytes) => {
-            return Ok(Examined::of_other_program(IS_BYTECHECKPOINT));
-        }
-        Err(_) if is_lfs_pointer(&bytes) => {
-            return Ok(Examined::new(Some(format!("the {name} {LFS_PROBLEM}"))));
-        }
-        Err(error) => {
-            let problem = format!("the {name} cannot be read: {}", error.problem());
-            return Ok(Examined::new(Some(problem)));
-        }
+    let read = place.index().filter(|read| name == METADATA && !has_images(read));
+    let metadata = match read {
+        Some(read) => Arc::clone(read),
+        None => match read_index(place, name, index).await? {
+            Ok(metadata) => Arc::new(metadata),
+            Err(found) => return Ok(found),
+        },
     };
-    if let Some(problem) = locate_images(place, &mut metadata).await? {
-        return Ok(Examined::new(Some(problem)));
-    }
     let mut missing = MissingFiles::default();
     for (file, end) in metadata.files().iter().zip(ends(&metadata)) {
         if !missing.look(place, file, end).await? {
@@ -376,8 +382,37 @@ async fn examine_index(
     }
     match missing.problem() {
         Some(problem) => Ok(Examined::new(Some(problem))),
-        None => Ok(Examined::new(unwritten_file(place, metadata.files()).await?)),
+        None => {
+            let problem = unwritten_file(place, metadata.files()).await?;
+            Ok(Examined::new(problem).with_index(Some(metadata)))
+        }
     }
+}
+
+/// Reads an index, or says what is wrong with it.
+async fn read_index(
+    place: &Place,
+    name: &str,
+    index: &ObjectMeta,
+) -> Result<Result<CheckpointMetadata, Examined>, StorageError> {
+    let bytes = place.storage().read_range(&index.key, 0..index.byte_len).await?;
+    let mut metadata = match decode(&bytes) {
+        Ok(metadata) => metadata,
+        Err(_) if is_bytecheckpoint(&bytes) => {
+            return Ok(Err(Examined::of_other_program(IS_BYTECHECKPOINT)));
+        }
+        Err(_) if is_lfs_pointer(&bytes) => {
+            return Ok(Err(Examined::new(Some(format!("the {name} {LFS_PROBLEM}")))));
+        }
+        Err(error) => {
+            let problem = format!("the {name} cannot be read: {}", error.problem());
+            return Ok(Err(Examined::new(Some(problem))));
+        }
+    };
+    Ok(match locate_images(place, &mut metadata).await? {
+        Some(problem) => Err(Examined::new(Some(problem))),
+        None => Ok(metadata),
+    })
 }
 
 /// The problem of a data file that begins with zeros. Every item begins with the signature of its

@@ -79,7 +79,7 @@ impl Names {
 
 /// A series of files that count each other: the name before the number, and the count.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Series {
+pub(super) struct Series {
     stem: String,
     count: u32,
 }
@@ -91,7 +91,7 @@ impl Series {
     }
 
     /// The name without the tag that a file gets when its name is taken.
-    fn untagged(&self) -> &str {
+    pub(super) fn untagged(&self) -> &str {
         let tag = self.stem.rsplit_once("-g");
         match tag.filter(|(_, tag)| !tag.is_empty() && tag.bytes().all(|b| b.is_ascii_digit())) {
             Some((name, _)) => name,
@@ -129,7 +129,7 @@ impl Series {
 
 /// The series and number of a file. Files of a rank's parts
 /// (`shard-00001-model-00001-of-00001.safetensors`) have no index.
-fn series(name: &str) -> Option<(Series, u32)> {
+pub(super) fn series(name: &str) -> Option<(Series, u32)> {
     let (front, count) = name.strip_suffix(ENDING)?.rsplit_once("-of-")?;
     let (stem, number) = front.rsplit_once('-')?;
     let parse = |text: &str| -> Option<u32> {

@@ -9,20 +9,17 @@ use dcp_core::format::{
     OpenOptions, OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker,
     UnfinishedSave,
 };
-use dcp_core::storage::StorageExt as _;
 use dcp_core::text::counted;
-use dcp_core::{CheckpointError, CheckpointMetadata, Key, StorageError, StorageReader as _};
+use dcp_core::{CheckpointError, CheckpointMetadata, StorageError, StorageReader as _};
 
 use super::complete::UNFINISHED_NAME;
-use super::index_file::{INDEX_NAME, IndexFile, NAMES_NOTHING};
+use super::index_file::INDEX_NAME;
+use super::indexed_files::{examine_index_file, examine_indexes};
 use super::layout::SINGLE_NAME;
-use super::other_program::{INDEX_HEAD_BYTES, IS_DELTA, other_program};
+use super::other_program::{INDEX_HEAD_BYTES, other_program};
 use super::reader::HfReader;
 use super::sidecar_files::{CONFIG_ASIDE, CONFIG_NAME};
-use crate::dcp::EXAMINED_INDEX_MAX;
-use crate::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
-use crate::missing_files::MissingFiles;
-use crate::safetensors::INDEX_ENDING;
+use super::variants::IndexName;
 use crate::torch_save::is_torch_save;
 
 /// Series of shards (`model-00001-of-00004.safetensors`) that are distinguished in one folder.
@@ -50,7 +47,7 @@ impl Files {
     fn of(folder: &Folder<'_>) -> Self {
         let mut found = Self::default();
         for (name, _) in folder.files() {
-            found.index |= name.ends_with(INDEX_ENDING);
+            found.index |= IndexName::parse(name).is_some();
             if let Some(stem) = name.strip_suffix(super::ENDING) {
                 found.add(stem);
             }
@@ -150,44 +147,17 @@ impl CheckpointFormat for HuggingFaceFormat {
 
     fn recognize_file(&self, name: &str, head: &[u8]) -> bool {
         let is_tensors = name.ends_with(super::ENDING) || head.get(8) == Some(&b'{');
-        name.ends_with(INDEX_ENDING) || is_tensors && !is_torch_save(head)
+        IndexName::parse(name).is_some() || is_tensors && !is_torch_save(head)
     }
 
     async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
         if place.has_known_files() {
             return Ok(Examined::default());
         }
-        let folder = place.listing().root();
-        // Loaders read the single file, whatever an index says.
-        let index = folder
-            .file(INDEX_NAME)
-            .filter(|index| !folder.has(SINGLE_NAME) && index.byte_len < EXAMINED_INDEX_MAX);
-        let Some(index) = index else { return Ok(Examined::default()) };
-        let bytes = place.storage().read_range(&index.key, 0..index.byte_len).await?;
-        let index = match IndexFile::parse(&bytes) {
-            Ok(index) => index,
-            Err(_) if is_lfs_pointer(&bytes) => {
-                return Ok(Examined::new(Some(format!("the {INDEX_NAME} {LFS_PROBLEM}"))));
-            }
-            Err(error) => {
-                let problem = format!("the {INDEX_NAME} cannot be read: {}", error.problem());
-                return Ok(Examined::new(Some(problem)));
-            }
-        };
-        if index.is_delta {
-            return Ok(Examined::of_other_program(IS_DELTA));
+        match place.file() {
+            Some(file) => examine_index_file(place, file).await,
+            None => examine_indexes(place).await,
         }
-        if index.weight_map.is_empty() {
-            return Ok(Examined::new(Some(format!("the {INDEX_NAME} {NAMES_NOTHING}"))));
-        }
-        let files: BTreeSet<&Key> = index.files().collect();
-        let mut missing = MissingFiles::default();
-        for file in files {
-            if !missing.look(place, file, 0).await? {
-                break;
-            }
-        }
-        Ok(Examined::new(missing.problem()))
     }
 
     async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {
@@ -207,7 +177,7 @@ impl CheckpointFormat for HuggingFaceFormat {
     }
 
     fn owns(&self, _folder: &Folder<'_>, name: &str) -> bool {
-        name.ends_with(INDEX_ENDING) || name == CONFIG_NAME
+        IndexName::parse(name).is_some() || name == CONFIG_NAME
     }
 
     /// An index, or weights under a name that loaders look for, make a folder a model, whatever
@@ -215,7 +185,7 @@ impl CheckpointFormat for HuggingFaceFormat {
     fn occupant(&self, folder: &Folder<'_>) -> Option<Occupant> {
         let is_model = |name: &str| {
             let is_weights = name.starts_with("model") && name.ends_with(super::ENDING);
-            is_weights || name.ends_with(INDEX_ENDING)
+            is_weights || IndexName::parse(name).is_some()
         };
         let (name, _) = folder.files().find(|(name, _)| is_model(name))?;
         Some(Occupant::Checkpoint(format!("{name:?} is of a Hugging Face model")))
@@ -234,7 +204,7 @@ impl CheckpointFormat for HuggingFaceFormat {
         let storage = place.storage();
         let mut reader = HfReader::builder(Arc::clone(storage)).tolerant(options.tolerant);
         match place.file() {
-            Some(file) if file.file_name().ends_with(INDEX_ENDING) => {
+            Some(file) if IndexName::parse(file.file_name()).is_some() => {
                 reader = reader.index(file.clone());
             }
             Some(file) => reader = reader.file(file.clone()),

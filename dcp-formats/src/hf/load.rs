@@ -16,7 +16,7 @@ use super::index_file::{INDEX_MAX, INDEX_NAME, IndexFile, NAMES_NOTHING};
 use super::layout::SINGLE_NAME;
 use super::merge::{FileHeader, merge};
 use super::other_program::IS_DELTA;
-use super::variants::{has_variant, target_of, variant_of_index, without_variants};
+use super::variants::{IndexName, has_variant, target_of, variant_of_index, without_variants};
 use crate::folder_contents::files_in;
 use crate::safetensors::INDEX_ENDING;
 use crate::safetensors::read_image;
@@ -193,7 +193,7 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
     let mut of_variants = of_variants;
     of_variants.retain(|index| keys.iter().all(|key| has_variant(key, variant_of_index(index))));
     if let [one] = &*of_variants {
-        return indexed(&**storage, one.clone()).await;
+        return Ok(Files { variants, ..indexed(&**storage, one.clone()).await? });
     }
     let Names { keys, mut findings, notes } = Names::look(keys);
     let prefix = prefix.map_or_else(String::new, |prefix| format!("{prefix}/"));
@@ -224,8 +224,7 @@ pub(super) async fn names(
             }
         };
         let wanted = |name: &str| {
-            let of_variant =
-                any_index && name.contains(".safetensors.index.") && name.ends_with(".json");
+            let of_variant = any_index && IndexName::parse(name).is_some();
             let wanted = name.ends_with(ENDING) || name.ends_with(INDEX_ENDING) || of_variant;
             wanted && !name.contains('/')
         };

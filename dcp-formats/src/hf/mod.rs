@@ -15,6 +15,7 @@ mod consolidate;
 mod finding;
 mod format;
 mod index_file;
+mod indexed_files;
 mod layout;
 mod load;
 mod merge;

@@ -1,5 +1,6 @@
 //! Files of `torch.save` as a format that plugs in.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -40,6 +41,24 @@ impl TorchSaveFormat {
             Some(variant) => format!("pytorch_model.bin.index.{variant}.json"),
             None => "pytorch_model.bin.index.json".to_owned(),
         }
+    }
+
+    /// The models of transformers in a folder: the main one, `None`, and its variants, each in one file or in
+    /// the files of an index.
+    #[must_use]
+    pub fn models(folder: &Folder<'_>) -> BTreeSet<Option<String>> {
+        let variant = |name: &str| {
+            let rest = name.strip_prefix("pytorch_model.")?;
+            let variant = match rest.strip_prefix("bin.index.") {
+                Some("json") => "",
+                Some(rest) => rest.strip_suffix(".json")?,
+                None if rest == "bin" => "",
+                None => rest.strip_suffix(".bin")?,
+            };
+            let name = (!variant.is_empty()).then(|| variant.to_owned());
+            (!variant.contains(['.', '-'])).then_some(name)
+        };
+        folder.files().filter_map(|(name, _)| variant(name)).collect()
     }
 }
 
@@ -86,8 +105,7 @@ impl CheckpointFormat for TorchSaveFormat {
     }
 
     fn recognize(&self, folder: &Folder<'_>) -> Option<Recognized> {
-        let model = [Self::model_file(None), Self::index_file(None)];
-        if model.iter().any(|name| folder.has(name)) {
+        if !Self::models(folder).is_empty() {
             return Some(Recognized::new(
                 Evidence::Files,
                 "holds the pytorch_model.bin of a Hugging Face model",

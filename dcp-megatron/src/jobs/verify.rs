@@ -209,7 +209,7 @@ fn index_problem(key: Option<Arc<str>>, message: String) -> Problem {
 }
 
 /// Grids of objects that are not complete: Megatron-Core saves none such.
-fn object_grids(metadata: &CheckpointMetadata) -> Vec<Problem> {
+pub(crate) fn object_grids(metadata: &CheckpointMetadata) -> Vec<Problem> {
     let mut grids: BTreeMap<(Arc<str>, Dims), Vec<Dims>> = BTreeMap::new();
     let mut problems = Vec::new();
     for (fqn, entry) in metadata.iter() {

@@ -397,6 +397,11 @@ async fn no_config(storage: &Arc<dyn Storage>) -> Result<String, MegatronError> 
 /// Whether a failure is one of the storage and not of what is stored.
 fn is_machines(error: &MegatronError) -> bool {
     let MegatronError::Checkpoint(CheckpointError::Storage(error)) = error else { return false };
+    is_machine(error)
+}
+
+/// The same of an error of a storage.
+pub(crate) fn is_machine(error: &StorageError) -> bool {
     !matches!(error.kind(), StorageErrorKind::NotFound | StorageErrorKind::Truncated)
 }
 

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use dcp_convert::JobOptions;
+use dcp_core::error::error_chain;
 use dcp_core::format::{
     CheckpointFormat, CheckpointTarget, Evidence, Examined, Existing, Folder, FormatInfo,
     FormatRegistry, Occupant, OccupantRun, OpenOptions, OpenedCheckpoint, Peek, Place, Recognized,
@@ -11,16 +13,19 @@ use dcp_core::format::{
 use dcp_core::storage::StorageExt as _;
 use dcp_core::text::Quoted;
 use dcp_core::{CheckpointError, CheckpointMetadata, Storage, StorageError, StorageWriter};
-use dcp_formats::dcp::{DcpFiles, DcpFormat, EXAMINED_INDEX_MAX};
-use dcp_formats::metadata::decode;
+use dcp_formats::dcp::{DcpFiles, DcpFormat};
+use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
 use dcp_formats::torch_save::FILE_ENDINGS;
 
 use crate::disk::common_state::{COMMON_FILE, COMMON_OBJECT};
 use crate::disk::config::{CheckpointingConfig, METADATA_JSON};
 use crate::disk::file_hashes::INTEGRITY_FILE;
+use crate::disk::manifest::verify_manifest;
 use crate::disk::recovery::{HALF_REPLACED, RECORD, recovered};
 use crate::disk::tracker::{TRACKER, Tracked};
-use crate::open::checkpoint::MegatronCheckpoint;
+use crate::error::MegatronError;
+use crate::jobs::verify::object_grids;
+use crate::open::checkpoint::{MegatronCheckpoint, MegatronOpenOptions, is_machine};
 use crate::open::legacy::folders::missing_folder;
 use crate::open::select::select;
 use crate::writer::MegatronWriter;
@@ -39,6 +44,13 @@ pub struct MegatronCoreFormat;
 /// The formats that the folder of a run of Megatron-LM may hold.
 pub(crate) fn formats() -> FormatRegistry {
     dcp_convert::formats().with(Arc::new(MegatronCoreFormat))
+}
+
+/// Whether a folder is of a run of veRL or ByteCheckpoint, which have a tracker of the same name.
+pub(crate) fn is_other_run(folder: &Folder<'_>) -> bool {
+    let is_other = |name: &str| name.starts_with("global_step_");
+    folder.folders().any(|below| is_other(below.name()))
+        && !folder.folders().any(|below| Tracked::of_folder(below.name()).is_some())
 }
 
 /// Whether there is a folder of a rank, as `--ckpt-format torch` writes them.
@@ -124,7 +136,8 @@ impl CheckpointFormat for MegatronCoreFormat {
             let rest = name.strip_prefix("iter_");
             rest.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
         };
-        let is_run = folder.has(TRACKER) || folder.folders().any(|below| numbered(below.name()));
+        let has_tracker = folder.has(TRACKER) && !is_other_run(folder);
+        let is_run = has_tracker || folder.folders().any(|below| numbered(below.name()));
         is_run.then(|| Recognized::new(Evidence::Run, "is the directory of a Megatron-LM run"))
     }
 
@@ -149,11 +162,7 @@ impl CheckpointFormat for MegatronCoreFormat {
     async fn tracker(&self, run: &Place) -> Result<Option<RunTracker>, StorageError> {
         let folder = run.listing().root();
         let Some(tracker) = folder.file(TRACKER) else { return Ok(None) };
-        // The runs of veRL and ByteCheckpoint have a tracker of the same name.
-        let is_other = |name: &str| name.starts_with("global_step_");
-        if folder.folders().any(|below| is_other(below.name()))
-            && !folder.folders().any(|below| Tracked::of_folder(below.name()).is_some())
-        {
+        if is_other_run(&folder) {
             return Ok(None);
         }
         let len = tracker.byte_len.min(TRACKER_BYTES + 1);
@@ -248,8 +257,7 @@ impl CheckpointFormat for MegatronCoreFormat {
         place: &Place,
         options: &OpenOptions,
     ) -> Result<OpenedCheckpoint, CheckpointError> {
-        let how =
-            crate::open::checkpoint::MegatronOpenOptions::default().with_tolerant(options.tolerant);
+        let how = MegatronOpenOptions::default().with_tolerant(options.tolerant);
         let opened = MegatronCheckpoint::open_folder(place.storage(), &how).await?;
         let is_recovered = !Arc::ptr_eq(&recovered(place.storage()).await?, place.storage());
         let notes = is_recovered.then(|| HALF_REPLACED.to_owned()).into_iter();
@@ -266,7 +274,7 @@ impl CheckpointFormat for MegatronCoreFormat {
 /// The tracker of a run, or the folder of an iteration: readers open an iteration instead of a
 /// checkpoint in the folder itself.
 fn run_file(folder: &Folder<'_>) -> Option<String> {
-    if folder.has(TRACKER) {
+    if folder.has(TRACKER) && !is_other_run(folder) {
         return Some(TRACKER.to_owned());
     }
     let iteration = |name: &str| Tracked::of_folder(name)?.iteration();
@@ -320,32 +328,87 @@ impl CheckpointTarget for MegatronCoreFormat {
 /// Compares the index and the common state of one checkpoint with its files.
 async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
     let folder = place.listing().root();
-    let config = folder.file(METADATA_JSON).filter(|_| !place.has_known_files());
-    let Some(config) = config else { return Ok(Examined::default()) };
+    if place.has_known_files() {
+        return Ok(Examined::default());
+    }
+    let Some(config) = folder.file(METADATA_JSON) else {
+        return match has_rank_folders(&folder) {
+            true => Ok(Examined::new(problem_of_opening(place).await?)),
+            false => Ok(Examined::default()),
+        };
+    };
     if config.byte_len <= Peek::BYTES_MAX {
         let json = place.storage().read_range(&config.key, 0..config.byte_len).await?;
-        let json = serde_json::from_slice::<serde_json::Value>(&json);
-        if !json.is_ok_and(|json| json.is_object()) {
-            let problem = format!("the {METADATA_JSON} cannot be read");
-            return Ok(Examined::new(Some(problem)));
+        let problem = match serde_json::from_slice::<serde_json::Value>(&json) {
+            Ok(json) if json.is_object() => None,
+            _ if is_lfs_pointer(&json) => Some(LFS_PROBLEM),
+            _ => Some("cannot be read"),
+        };
+        if let Some(problem) = problem {
+            return Ok(Examined::new(Some(format!("the {METADATA_JSON} {problem}"))));
         }
+    }
+    if let Some(problem) = problem_of_manifest(place).await? {
+        return Ok(Examined::new(Some(problem)));
+    }
+    if !DcpFiles::of(&folder).is_any() {
+        // Each array of zarr has a description of its own.
+        return Ok(Examined::new(problem_of_opening(place).await?));
     }
     let stored = DcpFormat.examine(place).await?;
     if stored.problem.is_some() {
         return Ok(stored);
     }
+    if let Some(missing) = stored.index.as_deref().and_then(missing_object) {
+        return Ok(Examined::new(Some(missing)));
+    }
     if folder.has(COMMON_FILE) {
         return Ok(stored);
     }
-    let inside = match folder.file(".metadata") {
-        None => false,
-        Some(index) if index.byte_len >= EXAMINED_INDEX_MAX => true,
-        Some(index) => {
-            let bytes = place.storage().read_range(&index.key, 0..index.byte_len).await?;
-            decode(&bytes).is_ok_and(|metadata| metadata.get(COMMON_OBJECT).is_some())
-        }
+    let inside = match &stored.index {
+        Some(metadata) => metadata.get(COMMON_OBJECT).is_some(),
+        None => folder.has(".metadata"),
     };
-    Ok(Examined::new((!inside).then(|| format!("there is no {COMMON_FILE}"))))
+    match inside {
+        true => Ok(stored),
+        false => Ok(Examined::new(Some(format!("there is no {COMMON_FILE}")))),
+    }
+}
+
+/// What keeps a checkpoint from being opened whole. Descriptions of arrays and pickles are read.
+async fn problem_of_opening(place: &Place) -> Result<Option<String>, StorageError> {
+    let options = MegatronOpenOptions::default().with_tolerant(true);
+    match MegatronCheckpoint::open_folder(place.storage(), &options).await {
+        Ok(opened) => {
+            let metadata = opened.stored().metadata().await;
+            let missing = || metadata.ok().and_then(|metadata| missing_object(&metadata));
+            Ok(opened.damage().first().cloned().or_else(missing))
+        }
+        Err(MegatronError::Checkpoint(CheckpointError::Storage(error))) if is_machine(&error) => {
+            Err(error)
+        }
+        Err(error) => Ok(Some(error_chain(&error))),
+    }
+}
+
+/// The problem of a grid of objects that is not complete.
+fn missing_object(metadata: &CheckpointMetadata) -> Option<String> {
+    let problem = object_grids(metadata).into_iter().next()?;
+    let key = problem.key.map_or_else(String::new, |key| format!("{}: ", Quoted(&key)));
+    Some(format!("{key}{}", problem.message))
+}
+
+/// What is wrong with the `integrity.json`, if there is one: it cannot be read, or names a file that is
+/// missing.
+async fn problem_of_manifest(place: &Place) -> Result<Option<String>, StorageError> {
+    match verify_manifest(place.storage(), false, &JobOptions::default()).await {
+        Ok(problems) => Ok(problems.into_iter().flatten().next().map(|problem| {
+            let file = problem.file.unwrap_or_else(|| INTEGRITY_FILE.to_owned());
+            format!("{file}: {}", problem.message)
+        })),
+        Err(CheckpointError::Storage(error)) => Err(error),
+        Err(error) => Ok(Some(error_chain(&error))),
+    }
 }
 
 #[cfg(test)]

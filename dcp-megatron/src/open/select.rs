@@ -9,6 +9,7 @@ use dcp_core::{Key, StorageError};
 
 use crate::disk::config::METADATA_JSON;
 use crate::disk::tracker::{TRACKER, Tracked};
+use crate::open::format::is_other_run;
 use crate::open::run::{MegatronRun, RunCheckpoint};
 
 /// The checkpoint of a run that Megatron-LM loads: the one that the tracker names, or the last
@@ -17,6 +18,9 @@ pub(crate) async fn select(place: &Place) -> Result<Option<RunSelection>, Storag
     const RUN: &str = "is a run of Megatron-LM";
     const LAST: &str = "the last complete one";
     let run = MegatronRun::new(Arc::clone(place.storage()));
+    if is_other_run(&place.listing().root()) {
+        return Ok(None);
+    }
     if !place.storage().contains(&Key::new(TRACKER)?).await? {
         let mut folders = place.listing().root().folders();
         if !folders.any(|below| Tracked::of_folder(below.name()).is_some()) {

@@ -1,0 +1,301 @@
+//! `ls`, `inspect`, `verify`, `copy` and `prune` say the same of a checkpoint: of variants, pointers of Git
+//! LFS, steps without their commit, links, trackers, and folders of several runs.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::support::{dcp, fixtures, path};
+
+const LFS: &str = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n";
+
+fn copy(fixture: &str, to: &Path) {
+    dcp_testing::copy_folder(&fixtures().join(fixture), to);
+}
+
+fn model(to: &Path, options: &[&str]) {
+    let source = fixtures().join("fsdp2_adam_2r").display().to_string();
+    let to = to.display().to_string();
+    dcp([&["convert", "-q", &source, &to, "--to", "hf"], options].concat()).ok();
+}
+
+/// A sharded model whose files and index have the names of a variant.
+fn variant(to: &Path) {
+    model(to, &["--max-shard-size", "1000"]);
+    let index = to.join("model.safetensors.index.json");
+    let text = fs::read_to_string(&index).unwrap().replace("\"model-", "\"model.fp16-");
+    fs::write(to.join("model.safetensors.index.fp16.json"), text).unwrap();
+    fs::remove_file(index).unwrap();
+    for entry in fs::read_dir(to).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        if let Some(rest) = name.strip_prefix("model-") {
+            fs::rename(to.join(&name), to.join(format!("model.fp16-{rest}"))).unwrap();
+        }
+    }
+}
+
+fn entry(run: &str, name: &str) -> Value {
+    let listing = dcp(["ls", "--json", run]).json();
+    let entries = listing["entries"].as_array().unwrap();
+    entries.iter().find(|entry| entry["name"] == name).cloned().unwrap_or_default()
+}
+
+#[test]
+fn a_model_of_variants_is_listed_as_whole_and_not_pruned() {
+    let run = tempfile::tempdir().unwrap();
+    for name in ["checkpoint-1", "checkpoint-2"] {
+        variant(&run.path().join(name));
+    }
+    let uri = path(&run, "");
+    assert_eq!(entry(&uri, "checkpoint-1")["complete"], true);
+    dcp(["prune", &uri, "--keep-last", "2", "--incomplete", "0s", "--yes"]).ok();
+    let step = path(&run, "checkpoint-1");
+    dcp(["verify", "--deep", &step]).ok();
+    dcp(["inspect", &step]).ok();
+    let lost = run.path().join("checkpoint-1/model.fp16-00002-of-00002.safetensors");
+    fs::remove_file(lost).unwrap();
+    let said = entry(&uri, "checkpoint-1")["problem"].to_string();
+    assert!(said.contains("model.fp16-00002-of-00002.safetensors is missing"), "{said}");
+    assert_eq!(dcp(["verify", &step]).code, 1);
+}
+
+#[test]
+fn inspect_shows_what_is_there_and_fails_where_something_is_missing() {
+    let folder = tempfile::tempdir().unwrap();
+    copy("fsdp2_adam_2r", &folder.path().join("dcp"));
+    model(&folder.path().join("hf"), &[]);
+    for (name, file) in [("dcp", "__1_0.distcp"), ("hf", "model.safetensors")] {
+        let (uri, file_at) = (path(&folder, name), folder.path().join(name).join(file));
+        dcp(["inspect", &uri]).ok();
+        let whole = fs::read(&file_at).unwrap();
+        for (bytes, said) in [
+            (Some(&whole[..whole.len() / 2]), "bytes"),
+            (Some(LFS.as_bytes()), "is a pointer of Git LFS"),
+            (None, file),
+        ] {
+            match bytes {
+                Some(bytes) => fs::write(&file_at, bytes).unwrap(),
+                None => fs::remove_file(&file_at).unwrap(),
+            }
+            let text = dcp(["inspect", &uri]);
+            assert_eq!(text.code, 1, "{name}: {said}: {}", text.stderr);
+            assert!(text.stderr.contains(said), "{name}: {said}: {}", text.stderr);
+            if name == "dcp" {
+                assert!(text.stdout.contains("layers.0.weight"), "{}", text.stdout);
+                let found = dcp(["inspect", "--json", &uri]);
+                let found: Value = serde_json::from_str(&found.stdout).unwrap();
+                assert!(found["problem"].as_str().unwrap().contains(said), "{found}");
+            }
+        }
+        fs::write(&file_at, &whole).unwrap();
+        let found = dcp(["inspect", "--json", &uri]).json();
+        assert_eq!(found.get("problem"), None);
+    }
+}
+
+#[test]
+fn every_command_calls_a_pointer_of_git_lfs_a_pointer() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    copy("fsdp2_adam_2r", &at("dcp"));
+    model(&at("hf"), &[]);
+    model(&at("shards"), &["--max-shard-size", "1000"]);
+    copy("../megatron/tp2_basic/ckpt", &at("megatron"));
+    copy("../megatron/run_legacy_torch_tp2/iter_0000010", &at("legacy"));
+    for (name, file) in [
+        ("dcp", ".metadata"),
+        ("dcp", "__0_0.distcp"),
+        ("hf", "model.safetensors"),
+        ("shards", "model.safetensors.index.json"),
+        ("shards", "model-00002-of-00002.safetensors"),
+        ("megatron", "metadata.json"),
+        ("megatron", "common.pt"),
+        ("megatron", ".metadata"),
+        ("legacy", "mp_rank_00/model_optim_rng.pt"),
+    ] {
+        let (uri, target) = (path(&folder, name), path(&folder, "target"));
+        let whole = fs::read(at(name).join(file)).unwrap();
+        fs::write(at(name).join(file), LFS).unwrap();
+        for command in [
+            vec!["inspect", &uri],
+            vec!["verify", &uri],
+            vec!["stats", &uri],
+            vec!["diff", &uri, &uri],
+            vec!["convert", &uri, &target, "--to", "safetensors"],
+            vec!["ls", &uri],
+        ] {
+            let run = dcp(command.iter());
+            let said = format!("{}{}", run.stdout, run.stderr).replace("\n  ", " ");
+            assert!(said.contains("Git LFS"), "{name} {file}: {command:?}\n{said}");
+            assert!(command[0] == "ls" || run.code == 1, "{name} {file}: {command:?}\n{said}");
+            assert!(!at("target").exists(), "{name} {file}: {command:?}");
+        }
+        fs::write(at(name).join(file), whole).unwrap();
+    }
+}
+
+#[test]
+fn a_step_of_olmo_without_its_commit_is_not_whole_for_any_command() {
+    let run = tempfile::tempdir().unwrap();
+    let step = run.path().join("step3");
+    copy("../olmo/trainer/step3", &step);
+    copy("../olmo/fsdp2-2rank-bf16-modelonly/ckpt", &step.join("model_and_optim"));
+    let (uri, target) = (path(&run, "step3"), path(&run, "target"));
+    dcp(["verify", &uri]).ok();
+    fs::remove_file(step.join(".metadata.json")).unwrap();
+    let said = "there is no .metadata.json";
+    assert_eq!(entry(&path(&run, ""), "step3")["complete"], false);
+    dcp(["inspect", &uri]).fails(1, &[said]);
+    let verified = dcp(["verify", &uri]);
+    assert!(verified.code == 1 && verified.stdout.contains(said), "{}", verified.stdout);
+    dcp(["copy", &uri, &target]).fails(1, &["not a whole checkpoint", said]);
+}
+
+#[test]
+fn a_run_of_verl_is_not_one_of_megatron() {
+    let run = tempfile::tempdir().unwrap();
+    fs::write(run.path().join("latest_checkpointed_iteration.txt"), "10").unwrap();
+    let actor = run.path().join("global_step_10/actor");
+    fs::create_dir_all(&actor).unwrap();
+    let source = fixtures().join("fsdp2_adam_2r").display().to_string();
+    let file = actor.join("model_world_size_1_rank_0.pt").display().to_string();
+    dcp(["convert", "-q", &source, &file]).ok();
+    for command in ["inspect", "verify"] {
+        let failed = dcp([command, &path(&run, "")]);
+        assert_eq!(failed.code, 1, "{}", failed.stderr);
+        assert!(!failed.stderr.contains("Megatron"), "{}", failed.stderr);
+    }
+    dcp(["inspect", &path(&run, "global_step_10/actor")]).fails(1, &["verl"]);
+}
+
+#[test]
+fn the_parts_of_a_checkpoint_of_accelerate_are_verified_together() {
+    let run = tempfile::tempdir().unwrap();
+    let step = run.path().join("checkpoint-5");
+    copy("t21_plain", &step.join("pytorch_model_fsdp_0"));
+    copy("fsdp2_adam_2r", &step.join("optimizer_0"));
+    let (uri, all) = (path(&run, "checkpoint-5"), path(&run, ""));
+    assert_eq!(entry(&all, "checkpoint-5")["complete"], true);
+    dcp(["verify", &uri]).ok();
+    dcp(["verify", "--deep", &uri]).ok();
+    let file = step.join("optimizer_0/__1_0.distcp");
+    let mut bytes = fs::read(&file).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&file, &bytes).unwrap();
+    let damaged = dcp(["verify", "--deep", &uri]);
+    assert_eq!(damaged.code, 1, "{}", damaged.stdout);
+    assert!(damaged.stdout.contains("optimizer_0/__1_0.distcp"), "{}", damaged.stdout);
+    fs::remove_file(&file).unwrap();
+    assert_eq!(entry(&all, "checkpoint-5")["complete"], false);
+    assert_eq!(dcp(["verify", &uri]).code, 1);
+    dcp(["inspect", &uri]).fails(1, &["optimizer_0"]);
+}
+
+#[test]
+fn a_link_that_a_reader_refuses_is_named_by_every_command() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run");
+    model(&run.join("checkpoint-1"), &[]);
+    let weights = folder.path().join("weights.safetensors");
+    fs::rename(run.join("checkpoint-1/model.safetensors"), &weights).unwrap();
+    symlink(&weights, run.join("checkpoint-1/model.safetensors")).unwrap();
+    copy("fsdp2_adam_2r", &run.join("step-10"));
+    copy("fsdp2_adam_2r", &run.join("step-20"));
+    fs::remove_file(run.join("step-20/__1_0.distcp")).unwrap();
+    symlink("../step-10/__1_0.distcp", run.join("step-20/__1_0.distcp")).unwrap();
+    let uri = path(&folder, "run");
+    assert_eq!(entry(&uri, "step-10")["complete"], true);
+    for (name, file) in [("checkpoint-1", "model.safetensors"), ("step-20", "__1_0.distcp")] {
+        let listed = entry(&uri, name);
+        assert_eq!(listed["complete"], Value::Null, "{listed}");
+        let said = listed["problem"].as_str().unwrap();
+        assert!(said.contains(file) && said.contains("symbolic link"), "{said}");
+        let step = path(&folder, &format!("run/{name}"));
+        for command in ["verify", "inspect"] {
+            dcp([command, &step]).fails(2, &[file, "symbolic link", "--follow-links"]);
+            dcp([command, &step, "--follow-links"]).ok();
+        }
+        let own = dcp(["ls", &step]).ok();
+        assert!(own.contains("symbolic link"), "{own}");
+    }
+    let listing = dcp(["ls", &uri, "--json", "--follow-links"]).json();
+    let entries = listing["entries"].as_array().unwrap();
+    assert!(entries.iter().all(|entry| entry["complete"] == true), "{listing}");
+}
+
+#[test]
+fn a_damaged_tracker_or_manifest_is_no_whole_checkpoint_for_any_command() {
+    let run = tempfile::tempdir().unwrap();
+    copy("../megatron/run_torch_dist_dp2", run.path());
+    let (uri, tracker) = (path(&run, ""), run.path().join("latest_checkpointed_iteration.txt"));
+    dcp(["inspect", &uri]).ok();
+    for text in ["", "not a number", "77", LFS] {
+        fs::write(&tracker, text).unwrap();
+        let file = "latest_checkpointed_iteration.txt";
+        let verified = dcp(["verify", &uri]);
+        assert!(verified.code == 1 && verified.stdout.contains(file), "{}", verified.stdout);
+        dcp(["inspect", &uri]).fails(1, &[file]);
+        let listed = dcp(["ls", &uri]);
+        assert!(listed.code == 0 && listed.stderr.contains(file), "{}", listed.stderr);
+        let listing = dcp(["ls", "--json", &uri]).json();
+        assert!(listing["tracker_problem"].is_string(), "{listing}");
+    }
+    let step = run.path().join("iter_0000001");
+    copy("../megatron/head020_basic_integrity/ckpt", &step);
+    fs::write(step.join("integrity.json"), "{\"algorithm\":").unwrap();
+    let uri = step.display().to_string();
+    assert_eq!(entry(&path(&run, ""), "iter_0000001")["complete"], false);
+    dcp(["inspect", &uri]).fails(1, &["integrity.json"]);
+    let verified = dcp(["verify", &uri]);
+    assert!(verified.code == 1 && verified.stdout.contains("integrity.json"));
+}
+
+/// Two runs, the second of which has a step whose save did not finish.
+fn runs() -> TempDir {
+    let runs = tempfile::tempdir().unwrap();
+    for name in ["a/step-1", "a/step-2", "b/step-1", "b/step-2"] {
+        copy("t21_plain", &runs.path().join(name));
+    }
+    fs::remove_file(runs.path().join("b/step-2/.metadata")).unwrap();
+    runs
+}
+
+#[test]
+fn a_folder_of_runs_lists_the_checkpoints_of_all_runs() {
+    let runs = runs();
+    let listing = dcp(["ls", "--json", &path(&runs, "")]).json();
+    let found: Vec<_> = listing["entries"].as_array().unwrap().iter().collect();
+    let found: Vec<_> = found.iter().map(|one| json!([one["name"], one["complete"]])).collect();
+    let expected =
+        [("a/step-1", true), ("a/step-2", true), ("b/step-1", true), ("b/step-2", false)];
+    assert_eq!(found, expected.map(|(name, complete)| json!([name, complete])));
+    assert_eq!(listing["latest"], Value::Null);
+    // As many as `inspect` counts.
+    let fixtures = fixtures().parent().unwrap().display().to_string();
+    let counted = dcp(["inspect", &fixtures]).stderr;
+    let listing = dcp(["ls", "--json", &fixtures]).json();
+    let entries = listing["entries"].as_array().unwrap();
+    let listed = entries.iter().filter(|entry| entry["complete"] == true).count();
+    let count = counted.split("there are ").nth(1).and_then(|rest| rest.split(' ').next());
+    let count: usize = count.unwrap_or_else(|| panic!("{counted}")).parse().unwrap();
+    assert!(listed >= count && count > 40, "{listed} of {count}");
+}
+
+#[test]
+fn a_stray_file_beside_a_tracker_does_not_hide_the_run() {
+    let run = tempfile::tempdir().unwrap();
+    copy("../megatron/run_torch_dist_dp2", run.path());
+    let uri = path(&run, "");
+    let before = dcp(["ls", "--json", &uri]).json();
+    model(&run.path().join("other"), &[]);
+    fs::rename(run.path().join("other/model.safetensors"), run.path().join("stray.safetensors"))
+        .unwrap();
+    fs::remove_dir_all(run.path().join("other")).unwrap();
+    let listing = dcp(["ls", "--json", &uri]).json();
+    assert_eq!(listing["entries"], before["entries"]);
+    assert_eq!(listing["latest"], before["latest"]);
+}

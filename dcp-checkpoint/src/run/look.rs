@@ -91,9 +91,8 @@ impl Run {
             .entries
             .into_iter()
             .partition(|entry| !entry.kind.is_file() && folders.contains(&entry.name));
-        let of_no_step = steps_of_run.iter().chain(&others);
-        let of_no_step = of_no_step.filter(|entry| StepNaming::step_of(&entry.name).is_none());
-        notes.others = of_no_step.map(|entry| (entry.name.clone(), entry.complete)).collect();
+        let all = steps_of_run.iter().chain(&others);
+        notes.others = all.map(|entry| (entry.name.clone(), entry.complete)).collect();
         let entries: BTreeMap<_, _> =
             steps_of_run.into_iter().map(|entry| (entry.name.clone(), entry)).collect();
         let special = &*links.special;

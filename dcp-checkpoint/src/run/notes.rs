@@ -73,13 +73,13 @@ impl Note {
 #[derive(Debug, Default)]
 pub(super) struct Notes {
     pub(super) all: Vec<Note>,
-    /// Checkpoints of the run that are of no step, and whether they are complete.
+    /// Checkpoints in the folder of the run, and whether they are complete; folders and files.
     pub(super) others: BTreeMap<String, Option<bool>>,
 }
 
 impl Notes {
-    /// The notes that may name any checkpoint, as no newer one decides over them: each as a clause.
-    pub(super) fn unclear(&self, steps: &[Seen], by: Option<StepOrder>) -> Vec<String> {
+    /// The notes that may name any checkpoint, as no newer one decides over them, each with a clause.
+    pub(super) fn unclear(&self, steps: &[Seen], by: Option<StepOrder>) -> Vec<(&Note, String)> {
         let read: Vec<_> = self.all.iter().map(|note| self.problem(note, steps)).collect();
         let is_clear = |(_, problem): &(&Note, &Option<String>)| problem.is_none();
         let clear = || self.all.iter().zip(&read).filter(is_clear).map(|(note, _)| note);
@@ -89,10 +89,10 @@ impl Notes {
             .zip(&read)
             .filter_map(|(note, problem)| Some((note, problem.as_ref()?)))
             .filter(|(note, _)| !clear().any(|other| other.is_newer(note, by)))
-            .map(|(note, problem)| format!("{} {problem}", Quoted(&note.file)))
+            .map(|(note, problem)| (note, format!("{} {problem}", Quoted(&note.file))))
             .collect();
-        found.sort_unstable();
-        found.dedup();
+        found.sort_by(|(_, a), (_, b)| a.cmp(b));
+        found.dedup_by(|(_, a), (_, b)| a == b);
         found
     }
 

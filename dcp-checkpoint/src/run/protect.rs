@@ -175,9 +175,16 @@ pub(super) fn refuse(
 pub(super) fn keep_best(look: &Look, plan: &mut PrunePlan, by: Option<StepOrder>) {
     let unclear = look.notes.unclear(&look.steps, by);
     let newest = look.notes.newest();
-    let doomed = plan.steps.iter_mut().filter(|one| one.decision.delete);
     let mut holds = false;
-    for one in doomed.filter(|one| one.step.is_complete()) {
+    for one in plan.steps.iter_mut().filter(|one| one.decision.delete && !one.step.deleting) {
+        if !one.step.is_complete() {
+            // Its weights may be whole, and it may name itself.
+            if let Some((_, problem)) = unclear.iter().find(|(note, _)| note.is_of(&one.step.name))
+            {
+                one.decision = Decision::keep(format!("it may be the best one: {problem}"));
+            }
+            continue;
+        }
         let names = |paths: &[String]| paths.iter().any(|path| names_folder(path, &one.step.name));
         let is_of =
             |(note, paths): &&(&Note, &[String])| note.is_of(&one.step.name) && !paths.is_empty();
@@ -188,13 +195,13 @@ pub(super) fn keep_best(look: &Look, plan: &mut PrunePlan, by: Option<StepOrder>
             // Without it, the next deletion does not know the best one.
             let file = Quoted(&note.file);
             one.decision = Decision::keep(format!("{file} is the newest that names the best one"));
-        } else if let Some(problem) = unclear.first() {
+        } else if let Some((_, problem)) = unclear.first() {
             one.decision = Decision::keep(format!("it may be the best one: {problem}"));
             holds = true;
         }
     }
     if holds {
-        plan.unclear_notes = unclear;
+        plan.unclear_notes = unclear.into_iter().map(|(_, problem)| problem).collect();
     }
 }
 

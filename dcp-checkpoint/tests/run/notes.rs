@@ -1,15 +1,17 @@
 //! Notes of trainers about the best checkpoint: those that dcp does not understand keep.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use dcp_checkpoint::run::{KeepBest, KeepLast, PrunePlan, StepOrder};
 use dcp_conformance::MemoryStorage;
 use dcp_core::value::{Dict, Global, Object};
 use dcp_core::{Storage, Value};
 use dcp_formats::torch_object::encode_object;
+use dcp_testing::fixture;
 
 use crate::protected::run_with;
-use crate::support::{numbers, put, reason, run_in};
+use crate::support::{numbers, put, put_folder, reason, run_in};
 
 pub(crate) fn dict<const N: usize>(entries: [(&str, Value); N]) -> Value {
     let mut dict = Dict::new();
@@ -117,6 +119,9 @@ async fn a_note_that_is_not_understood_keeps_all_complete_checkpoints_until_a_ne
             assert!(problem.contains(said), "{problem} does not say {said:?}");
             assert!(reason(&plan, 10).contains("may be the best one"), "{plan:#?}");
         }
+        // What its weights are is unknown where its own note is.
+        let incomplete = run_in(&storage).prune().incomplete(Duration::ZERO).plan().await.unwrap();
+        assert_eq!(numbers(incomplete.deleted()), [0_u64; 0], "{said}: {incomplete:#?}");
         // An older note does not decide.
         match file {
             "meta.pt" => put(&*memory, "last.ckpt/meta.pt", lightning(30, "run/step-20")),
@@ -184,5 +189,20 @@ async fn which_note_decides_follows_the_order_and_the_best_of_both_stays() {
         assert_eq!(numbers(held.deleted()), [0_u64; 0], "{held:#?}");
         let released = plan(&storage, Some(decides)).await;
         assert!(numbers(released.deleted()).contains(&700), "{released:#?} {deleted:?}");
+    }
+}
+
+/// The best checkpoint may be one of the run that is no step, or a file.
+#[tokio::test]
+async fn a_best_checkpoint_that_is_no_step_is_found() {
+    for best in ["best", "epoch=3-step=15.ckpt"] {
+        let memory = run_of("meta.pt", &lightning(40, &format!("/old/run/{best}")));
+        match best {
+            "best" => put_folder(&*memory, &fixture("pytorch/t21_plain"), best),
+            file => put(&*memory, file, lightning(15, "")),
+        }
+        let storage: Arc<dyn Storage> = memory;
+        let plan = plan(&storage, None).await;
+        assert_eq!(numbers(plan.deleted()), [10, 20, 30], "{best}: {plan:#?}");
     }
 }

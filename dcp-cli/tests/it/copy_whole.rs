@@ -14,7 +14,7 @@ use dcp_storage_fs::FsStorage;
 
 use crate::ranks::on_ranks;
 use crate::ranks_write::files;
-use crate::support::{copy_of, dcp, path};
+use crate::support::{copy_of, dcp, fixtures, path};
 
 const SOURCE: &str = "fsdp2_adam_2r";
 
@@ -328,14 +328,21 @@ async fn the_next_copy_removes_what_a_killed_one_left() {
     let folder = tempfile::tempdir().unwrap();
     let (run, target) = (run(folder.path()), folder.path().join("target"));
     let left = target.join("step-20").join(name_of_the_dead().await);
-    fs::create_dir_all(left.parent().unwrap()).unwrap();
-    fs::write(&left, "half of a file").unwrap();
+    dcp_testing::copy_folder(
+        &fixtures().join("../hf/consolidated_index_4r/ckpt"),
+        &run.join("checkpoint-30"),
+    );
+    let of_model = target.join("checkpoint-30").join(left.file_name().unwrap());
+    for left in [&left, &of_model] {
+        fs::create_dir_all(left.parent().unwrap()).unwrap();
+        fs::write(left, "half of a file").unwrap();
+    }
     // One of a process that runs.
     let storage = FsStorage::open(&target).unwrap();
     let options = UploadOptions::new(PutMode::Create, 1 << 20);
     let running = storage.start_upload(&Key::new("step-10/x").unwrap(), options).await.unwrap();
     dcp(["copy", run.to_str().unwrap(), target.to_str().unwrap()]).ok();
-    assert!(!left.exists());
+    assert!(!left.exists() && !of_model.exists());
     let temporary = |name: &String| name.contains(".dcp-tmp.");
     assert_eq!(files(&target).keys().filter(|name| temporary(name)).count(), 1);
     drop(running);

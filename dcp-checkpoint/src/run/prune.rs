@@ -302,7 +302,11 @@ impl Prune {
             } else if step.complete == Some(false) {
                 *decision = self.about_incomplete(step, any_complete, now);
             } else if step.complete.is_none() {
-                *decision = Decision::keep("whether it is complete is unknown");
+                let unknown = "whether it is complete is unknown".to_owned();
+                *decision = Decision::keep(match &step.problem {
+                    Some(problem) => format!("{unknown}: {problem}"),
+                    None => unknown,
+                });
             }
         }
         let planned = steps.cloned().zip(decisions);

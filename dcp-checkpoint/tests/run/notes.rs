@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use dcp_checkpoint::run::{KeepBest, KeepLast, PrunePlan, StepOrder};
 use dcp_conformance::MemoryStorage;
+use dcp_core::error::error_chain;
 use dcp_core::value::{Dict, Global, Object};
 use dcp_core::{Storage, Value};
 use dcp_formats::torch_object::encode_object;
@@ -190,6 +191,18 @@ async fn which_note_decides_follows_the_order_and_the_best_of_both_stays() {
         let released = plan(&storage, Some(decides)).await;
         assert!(numbers(released.deleted()).contains(&700), "{released:#?} {deleted:?}");
     }
+}
+
+#[tokio::test]
+async fn a_state_above_the_limit_is_an_error_that_names_the_limit() {
+    let long = vec![b' '; (16 << 20) + 1];
+    let memory = run_with(&[(10, 10), (20, 20)], |_| vec![("trainer_state.json", long.clone())]);
+    let storage: Arc<dyn Storage> = memory;
+    let prune = || run_in(&storage).prune().policy(KeepLast(1));
+    let error = error_chain(&prune().plan().await.unwrap_err());
+    assert!(error.contains("dcp reads at most 16 MiB"), "{error}");
+    let plan = run_in(&storage).prune().plan().await.unwrap();
+    assert!(reason(&plan, 20).contains("dcp reads at most 16 MiB"), "{plan:#?}");
 }
 
 /// The best checkpoint may be one of the run that is no step, or a file.

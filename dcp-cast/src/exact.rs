@@ -94,6 +94,12 @@ impl ExactTensors {
         self.scales.as_deref()
     }
 
+    /// Whether a tensor is a packed weight or belongs to one, so that its numbers mean nothing alone.
+    #[must_use]
+    pub fn is_quantized(&self, fqn: &str) -> bool {
+        self.names.contains(fqn)
+    }
+
     /// Whether a tensor keeps its dtype.
     #[must_use]
     pub fn contains(&self, fqn: &str) -> bool {

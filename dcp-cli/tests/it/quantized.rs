@@ -172,6 +172,8 @@ fn schemes() -> Vec<(&'static str, Value, Tensors, Tensors)> {
 fn a_scheme_that_is_not_read_is_refused_by_name_and_keeps_its_bits() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| path(&folder, name);
+    dcp(["convert", "quantized", &at("o"), "--to=dcp", "--dequantize=bf16"])
+        .fails(2, &["\"qint8\" is qint8 of PyTorch", "the library that quantized them"]);
     fs::create_dir(at("m")).unwrap();
     let out = at("o");
     for (method, config, exact, cast) in schemes() {
@@ -196,5 +198,39 @@ fn a_scheme_that_is_not_read_is_refused_by_name_and_keeps_its_bits() {
         }
         assert_eq!(dtypes(&out), expected, "{method}");
         fs::remove_dir_all(&out).unwrap();
+    }
+}
+
+/// The mean of codes times the mean of scales is not the mean of their products.
+#[test]
+fn quantized_weights_have_no_average() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let out = at("o.safetensors");
+    for (method, _, exact, cast) in schemes() {
+        let all: Vec<_> = exact.iter().chain(cast).copied().collect();
+        let (a, b) = (at("a.safetensors"), at("b.safetensors"));
+        weights(a.as_ref(), &all, &Value::Null);
+        let average = |b: &str| dcp(["-q", "average", &a, b, "--out", &out, "--overwrite"]);
+        average(&a).ok();
+        dcp(["diff", &a, &out]).ok();
+        let mut bytes = fs::read(&a).unwrap();
+        let header = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+        let start = 8 + usize::try_from(header).unwrap();
+        let mut end = start;
+        // Codes or scales alone differ.
+        for (name, dtype, size, shape) in exact {
+            end += shape.iter().product::<usize>() * size;
+            bytes[end - 1] ^= 1;
+            fs::write(&b, &bytes).unwrap();
+            let why = "a quantized weight has no average: --dequantize";
+            // Integers never have one.
+            let why = if dtype.contains('F') { why } else { "incompatible" };
+            average(&b).fails(2, &[name, why]);
+            bytes[end - 1] ^= 1;
+        }
+        *bytes.last_mut().unwrap() ^= 1;
+        fs::write(&b, &bytes).unwrap();
+        assert_eq!(average(&b).code, 0, "{method}");
     }
 }

@@ -1,5 +1,6 @@
 //! The weighted mean of several checkpoints.
 
+mod agreement;
 mod on_ranks;
 
 use std::collections::HashMap;
@@ -17,7 +18,8 @@ use dcp_core::{
 use futures_util::{StreamExt, TryStreamExt, stream};
 use indexmap::IndexMap;
 
-use super::equality::{Input, difference};
+use self::agreement::{Quantized, mismatches, refuse_different};
+use super::equality::Input;
 use super::mean::Mean;
 use super::scratch::{SCRATCH, invalid_region, name, no_entry, not_a_tensor, outside, pieces};
 use crate::cast::{CastCounts, CastReport, TensorCast, is_averaged};
@@ -95,8 +97,8 @@ impl fmt::Debug for AverageOptions {
 /// The range of the largest weight in which weights are used without scaling.
 const WEIGHTS_AS_THEY_ARE: std::ops::RangeInclusive<f64> = 1e-12..=1e12;
 
-/// The origin of entries without a mean: integers, booleans, quantized and packed tensors,
-/// exponents (`float8_e8m0fnu`), and objects.
+/// The origin of entries without a mean: integers, booleans, quantized and packed tensors with their
+/// scales, exponents (`float8_e8m0fnu`), and objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum NonFloat {
@@ -156,12 +158,14 @@ impl Averaged {
         if !problems.is_empty() {
             return Err(ConvertError::Disagreement { problems, structure: true });
         }
+        let quantized = Quantized::of(&inputs);
         // Where they differ, rank 0 of a group fails, and all ranks with it.
         if options.non_float == NonFloat::Equal && job.is_coordinator() {
-            refuse_different(&inputs, job.parallelism).await?;
+            refuse_different(&inputs, &quantized, job.parallelism).await?;
         }
         let base = if options.non_float == NonFloat::Last { inputs.len() - 1 } else { 0 };
-        let view = Arc::new(Self::new(&inputs, base, &weights, options, job.parallelism)?);
+        let of = (&*inputs, base, &quantized);
+        let view = Arc::new(Self::new(of, &weights, options, job.parallelism)?);
         let storage = inputs.get(base).map(|input| Arc::clone(&input.source.storage));
         let parts: Vec<_> = inputs.into_iter().map(|input| input.source).collect();
         let averaged = Source::derived(Arc::clone(&view) as _, &parts).zip(storage);
@@ -171,8 +175,7 @@ impl Averaged {
     }
 
     fn new(
-        inputs: &[Input],
-        base: usize,
+        (inputs, base, quantized): (&[Input], usize, &Quantized),
         weights: &[f64],
         options: &AverageOptions,
         parallelism: usize,
@@ -190,7 +193,7 @@ impl Averaged {
             };
             let dtypes: Vec<_> =
                 inputs.iter().filter_map(|input| Some(input.tensor_entry(fqn)?.dtype)).collect();
-            if !dtypes.iter().all(|dtype| is_averaged(*dtype)) {
+            if !dtypes.iter().all(|dtype| is_averaged(*dtype)) || quantized.has(fqn) {
                 entries.push(Averaging::Taken(base.tensor(fqn)?));
                 continue;
             }
@@ -344,65 +347,6 @@ fn check_accumulate(accumulate: Option<DType>) -> Result<(), ConvertError> {
             let problem = format!("cannot be summed in {dtype}, only in float32 or float64");
             Err(ConvertError::invalid_option("an average", problem))
         }
-    }
-}
-
-/// Messages about keys that some input lacks or has in another shape.
-fn mismatches(inputs: &[Input]) -> Vec<String> {
-    let mut problems = Vec::new();
-    let Some((first, others)) = inputs.split_first() else { return problems };
-    for (number, other) in (2..).zip(others) {
-        for (fqn, entry) in first.metadata.iter() {
-            match (entry, other.get(fqn)) {
-                (_, None) => problems.push(format!("{fqn:?} is missing in checkpoint {number}")),
-                (Entry::Tensor(a), Some((_, Entry::Tensor(b)))) => {
-                    let mixed = a.dtype.is_complex() != b.dtype.is_complex()
-                        || is_averaged(a.dtype) != is_averaged(b.dtype);
-                    if a.shape != b.shape || mixed {
-                        problems.push(format!(
-                            "{fqn:?} is {} {} in checkpoint 1 and {} {} in checkpoint {number}",
-                            a.dtype, a.shape, b.dtype, b.shape
-                        ));
-                    }
-                }
-                (Entry::Object(_), Some((_, Entry::Object(_)))) => {}
-                _ => problems.push(format!(
-                    "{fqn:?} is a tensor in one and an object in the other of checkpoints 1 and \
-                     {number}"
-                )),
-            }
-        }
-        let unknown = other.metadata.iter().filter(|(fqn, _)| first.get(fqn).is_none());
-        problems.extend(
-            unknown.map(|(fqn, _)| {
-                format!("{fqn:?} of checkpoint {number} is missing in checkpoint 1")
-            }),
-        );
-    }
-    problems
-}
-
-/// Compares the entries without a mean.
-async fn refuse_different(inputs: &[Input], parallelism: usize) -> Result<(), ConvertError> {
-    let Some((first, others)) = inputs.split_first() else { return Ok(()) };
-    let has_mean =
-        |entry: &Entry| entry.as_tensor().is_some_and(|tensor| is_averaged(tensor.dtype));
-    let fqns = first.metadata.iter().filter(|(_, entry)| !has_mean(entry)).map(|(fqn, _)| fqn);
-    let pairs =
-        fqns.flat_map(|fqn| (2..).zip(others).map(move |(number, other)| (fqn, number, other)));
-    let checks: Vec<_> = pairs
-        .map(|(fqn, number, other)| async move {
-            let how = difference(first, other, fqn).await?;
-            let differ = |how| format!("{fqn:?} of checkpoints 1 and {number}: {how}");
-            Ok::<_, CheckpointError>(how.map(differ))
-        })
-        .collect();
-    let found: Vec<_> = stream::iter(checks).buffered(parallelism.max(1)).try_collect().await?;
-    let problems: Vec<String> = found.into_iter().flatten().collect();
-    if problems.is_empty() {
-        Ok(())
-    } else {
-        Err(ConvertError::Disagreement { problems, structure: false })
     }
 }
 

@@ -29,6 +29,14 @@ pub(super) fn refuse_unread(
         );
         return Err(ConvertError::not_storable(scales, problem));
     }
+    let mut tensors =
+        view.metadata.iter().filter_map(|(fqn, entry)| Some((fqn, entry.as_tensor()?)));
+    if let Some((fqn, tensor)) = tensors.find(|(_, tensor)| tensor.dtype.is_quantized()) {
+        let dtype = tensor.dtype;
+        let problem =
+            format!("is {dtype} of PyTorch, which --dequantize does not read: {READ}; {REMEDY}");
+        return Err(ConvertError::not_storable(fqn.to_string(), problem));
+    }
     if unwraps || view.entries.iter().any(|shown| shown.weight.is_some()) {
         return Ok(());
     }

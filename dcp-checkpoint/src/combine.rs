@@ -104,7 +104,7 @@ impl Merge<'_> {
         let (first, all) = whole(self.checkpoints, None).await?;
         let mut notes = first.opener.notes();
         let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
-        let work = self.destination.work("merge", &first, &self.job).await?;
+        let work = self.destination.work("merge", first, &self.job).await?;
         let work = work.option("keys", &selection);
         let work = work.option("--identical", &self.duplicates);
         same_sources(&self.job, work, &refs).await?;
@@ -200,7 +200,7 @@ impl Average<'_> {
         let (first, all) = whole(self.checkpoints, Some(&selection.needed())).await?;
         let mut notes = first.opener.notes();
         let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
-        let work = self.destination.work("average", &first, &self.job).await?;
+        let work = self.destination.work("average", first, &self.job).await?;
         let work = work.option("keys", &selection);
         same_sources(&self.job, work.option("how it averages", &self.options), &refs).await?;
         for checkpoint in &all {

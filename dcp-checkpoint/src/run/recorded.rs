@@ -228,12 +228,7 @@ impl<'de> Visitor<'de> for StateSeed {
                         _ => BestPath::Other,
                     }
                 }
-                "global_step" => {
-                    let step = map.next_value::<Number>()?.0.filter(|step| *step >= 0.0);
-                    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-                    let whole = step.map(|step| step as u64);
-                    state.step = whole;
-                }
+                "global_step" => state.step = map.next_value::<Json>()?.as_u64(),
                 "log_history" => {
                     state.metrics = map.next_value_seed(LogSeed { step: self.step })?
                 }

@@ -185,10 +185,9 @@ fn elsewhere(link: &Path) {
 #[tokio::test]
 async fn what_stands_in_the_place_of_a_note_keeps_all_complete_checkpoints() {
     let folder = |path: &Path| fs::create_dir(path).unwrap();
-    let kinds: [(&dyn Fn(&Path), &str); 3] =
-        [(&fifo, "is no file"), (&folder, "is a folder"), (&elsewhere, "a link")];
+    let makers = [fifo as fn(&Path), folder, elsewhere];
     for file in ["step-40/meta.pt", "step-40/trainer_state.json", "last.ckpt/meta.pt"] {
-        for (make, said) in kinds {
+        for (make, said) in makers.into_iter().zip(["is no file", "is a folder", "a link"]) {
             let plan = plan_with(file, make).await;
             assert_eq!(plan.deleted().count(), 0, "{file}: {plan:#?}");
             let [problem] = &*plan.unclear_notes else { panic!("{file} {said}: {plan:#?}") };
@@ -202,7 +201,8 @@ async fn what_stands_in_the_place_of_a_note_keeps_all_complete_checkpoints() {
     assert_eq!(plan.deleted().count(), 0, "{plan:#?}");
     let plan = plan_with("notes.txt", fifo).await;
     assert_eq!(plan.deleted().count(), 2, "{plan:#?}");
-    for make in [&fifo as &dyn Fn(&Path), &folder, &|path| symlink("nowhere", path).unwrap()] {
+    let dangling = |path: &Path| symlink("nowhere", path).unwrap();
+    for make in [fifo as fn(&Path), folder, dangling] {
         let plan = plan_with("step-20/.dcp-pin", make).await;
         assert_eq!(plan.steps[1].decision.reason, "pinned", "{plan:#?}");
         assert!(plan.steps[1].step.pinned);

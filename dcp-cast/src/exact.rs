@@ -14,6 +14,8 @@ const HQQ_WEIGHT: &str = "W_q";
 const CODE_BOOKS: &[&str] = &["codebooks", "centroids", "res_centroids"];
 /// The endings of names of scales, in a checkpoint with packed weights.
 const SCALE_ENDINGS: &[&str] = &["_scale", "_scale_inv", "_scale_2", "_scales", "_zero_point"];
+/// Names of scales that are whole names.
+const SCALES: &[&str] = &["scale", "scales", "SCB"];
 /// What the bias that balances the experts of a router is called in DeepSeek, torchtitan, LFM2, AFMoE,
 /// OLMo, Ernie and Megatron-Core: each name says whose bias it is, unlike that of a layer.
 const BALANCING: &[&str] = &["expert", "score", "correction", "balanc", "routing"];
@@ -37,6 +39,8 @@ const BALANCING: &[&str] = &["expert", "score", "correction", "balanc", "routing
 #[derive(Clone, Debug, Default)]
 pub struct ExactTensors {
     names: HashSet<String>,
+    /// Those in modules that have scales by name.
+    scaled: HashSet<String>,
     /// The first tensor that has scales of packed weights.
     scales: Option<String>,
 }
@@ -84,7 +88,22 @@ impl ExactTensors {
             !packed.contains(*fqn) && (packed.contains(module) || modules.contains_key(module))
         });
         let scales = scales.map(|fqn| (*fqn).to_owned());
-        Self { names: names.into_iter().map(str::to_owned).collect(), scales }
+        let mut owners: HashSet<&str> = HashSet::new();
+        for (module, name) in names.iter().map(|fqn| divided(fqn)) {
+            let is_scale = SCALE_ENDINGS.iter().any(|ending| name.ends_with(ending))
+                || SCALES.contains(&name)
+                || PACKED_STATE.contains(&name);
+            if is_scale {
+                let outer = packed.contains(module) || divided(module).1 == "meta";
+                owners.extend([module].into_iter().chain(outer.then(|| divided(module).0)));
+            }
+        }
+        let is_scaled = |fqn: &&&str| {
+            let module = divided(fqn).0;
+            owners.contains(module) || owners.contains(divided(module).0) || owners.contains(**fqn)
+        };
+        let scaled = names.iter().filter(is_scaled).map(|fqn| (*fqn).to_owned()).collect();
+        Self { names: names.into_iter().map(str::to_owned).collect(), scaled, scales }
     }
 
     /// A tensor with the scales of packed weights, if there is one: what a quantized model has and
@@ -94,10 +113,11 @@ impl ExactTensors {
         self.scales.as_deref()
     }
 
-    /// Whether a tensor is a packed weight or belongs to one, so that its numbers mean nothing alone.
+    /// Whether a tensor is a packed weight with scales or belongs to one, so that its numbers mean nothing
+    /// alone. 8-bit floats without scales are numbers.
     #[must_use]
     pub fn is_quantized(&self, fqn: &str) -> bool {
-        self.names.contains(fqn)
+        self.scaled.contains(fqn)
     }
 
     /// Whether a tensor keeps its dtype.
@@ -294,7 +314,19 @@ mod tests {
                 assert!(!found.contains(fqn), "{scheme}: {fqn}");
             }
             assert_eq!(found.scales().is_some(), !exact.is_empty(), "{scheme}");
+            for (fqn, ..) in exact.iter().chain(*cast) {
+                let is_of_it = exact.iter().any(|(name, ..)| name == fqn);
+                assert_eq!(found.is_quantized(fqn), is_of_it, "{scheme}: {fqn}");
+            }
         }
+    }
+
+    #[test]
+    fn floats_of_8_bits_without_scales_are_numbers() {
+        let tensors = [("w", F8, &[8, 8][..]), ("b", F32, &[8]), ("l.w", F8, &[4, 4])];
+        let found = ExactTensors::of(tensors);
+        assert!(found.contains("w"));
+        assert!(tensors.iter().all(|(fqn, ..)| !found.is_quantized(fqn)));
     }
 
     #[test]

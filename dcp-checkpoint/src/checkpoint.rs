@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use dcp_convert::Source;
 use dcp_convert::open::incomplete;
-use dcp_core::Storage;
 use dcp_core::format::{FormatInfo, Place, UnfinishedSave};
 use dcp_core::text::without_secrets;
+use dcp_core::{Key, Storage};
+use dcp_formats::incomplete_files::is_pointer_file;
 use dcp_megatron::MegatronCheckpoint;
 
 use crate::error::Error;
@@ -119,16 +120,35 @@ impl Checkpoint {
             return Err(refused.into());
         }
         let mut step = self.step.clone();
-        let stored = self.megatron.as_ref().map_or(Some(&self.source), |megatron| megatron.raw());
-        if let Some(stored) =
-            stored.filter(|stored| self.has_all_keys && stored.dcp_reader().is_some())
-        {
+        if let Some(stored) = self.stored_dcp().filter(|_| self.has_all_keys) {
             let folder = self.place.strip_prefix(self.step_uri.trim_end_matches('/'));
             let folder = folder.map_or(".", |folder| folder.trim_start_matches('/'));
             let folder = if folder.is_empty() { "." } else { folder };
             step = step.with_index(folder, stored.metadata().await?);
         }
         Ok(incomplete(&self.opener.formats, &step).await?)
+    }
+
+    /// The checkpoint of PyTorch's format that this one is, or that Megatron-Core builds on.
+    fn stored_dcp(&self) -> Option<&Source> {
+        let stored = self.megatron.as_ref().map_or(Some(&self.source), |megatron| megatron.raw());
+        stored.filter(|stored| stored.dcp_reader().is_some())
+    }
+
+    /// The first data file of PyTorch's format that is a pointer of Git LFS: a reader would only find that it
+    /// is short. Only small files of a storage with a listing are read.
+    pub(crate) async fn unfetched_data(&self) -> Result<Option<Key>, Error> {
+        let Some(stored) = self.stored_dcp() else { return Ok(None) };
+        let storage = &stored.storage;
+        if !storage.capabilities().listable {
+            return Ok(None);
+        }
+        for file in stored.metadata().await?.files() {
+            if is_pointer_file(&**storage, file).await? {
+                return Ok(Some(file.clone()));
+            }
+        }
+        Ok(None)
     }
 
     /// What the names of a step say that has its index, and not the file that is written last, as one of

@@ -20,6 +20,7 @@ mod mapping_options;
 mod megatron_target;
 mod model_files;
 mod new_folders;
+mod no_checkpoint;
 mod notes;
 mod open;
 mod open_keys;

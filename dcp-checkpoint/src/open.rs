@@ -13,12 +13,12 @@ use dcp_core::format::{
 };
 use dcp_core::registry::Access;
 use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
-use dcp_formats::incomplete_files::{LFS_PROBLEM, lfs_pointer};
 use dcp_megatron::MegatronCheckpoint;
 use dcp_megatron::disk::{HALF_REPLACED, recovered};
 
 use crate::checkpoint::{Checkpoint, TrackerProblem};
 use crate::error::{Error, ErrorKind};
+use crate::no_checkpoint::{cannot_read, not_fetched};
 use crate::notes::Notes;
 use crate::opener::{Need, Opener};
 use crate::text::list;
@@ -50,27 +50,14 @@ impl Opener {
     pub async fn open(&self, uri: &str) -> Result<Checkpoint, Error> {
         let mut notes = self.notes();
         match self.open_noting(uri, &mut notes).await {
-            Ok(opened) => Ok(Checkpoint { notes: notes.into_said(), ..opened }),
+            Ok(opened) => {
+                if let (Need::Whole, Some(pointer)) = (self.need, opened.unfetched_data().await?) {
+                    return Err(not_fetched(uri, &pointer));
+                }
+                Ok(Checkpoint { notes: notes.into_said(), ..opened })
+            }
             Err(error) => Err(self.unfetched(uri, &error).await.unwrap_or(error)),
         }
-    }
-
-    /// The error of a file that is a pointer of Git LFS, where a checkpoint cannot be opened: no parser
-    /// knows what it reads.
-    async fn unfetched(&self, uri: &str, error: &Error) -> Option<Error> {
-        if !matches!(error.kind(), ErrorKind::Damaged | ErrorKind::NotACheckpoint) {
-            return None;
-        }
-        let place = match self.storages.open(uri, Access::Read).await {
-            Ok(storage) => self.look(uri, &storage).await.ok()?,
-            Err(_) => {
-                let (storage, file) = self.file(uri).await?;
-                Place::file_of(&storage, file)
-            }
-        };
-        let pointer = lfs_pointer(&place).await.ok()??;
-        let message = format!("cannot read {uri:?}: {pointer} {LFS_PROBLEM}");
-        Some(Error::new(ErrorKind::Damaged, message))
     }
 
     async fn open_noting(&self, uri: &str, notes: &mut Notes) -> Result<Checkpoint, Error> {
@@ -280,7 +267,11 @@ impl Opener {
         let Ok(storage) = self.storages.open(uri, Access::Read).await else {
             return Ok(None);
         };
-        let place = self.look(uri, &storage).await?;
+        let place = match self.look(uri, &storage).await {
+            // Nothing is there but a link that is refused, which the listing names.
+            Err(error) if error.kind() == StorageErrorKind::Link => return Ok(None),
+            place => place?,
+        };
         let folder = place.listing().root();
         let matches = self.formats.recognize(&folder);
         let Some(best) = matches.first().filter(|best| best.found.is_checkpoint()) else {
@@ -388,48 +379,6 @@ impl Opener {
             .with_hint("leave --variant out to read the main files"))
     }
 
-    /// Explains why a directory is no checkpoint, and names one that is near.
-    async fn no_checkpoint(&self, uri: &str, place: &Place) -> Error {
-        let folder = place.listing().root();
-        if let Some(refused) = self.refused_link(uri).await {
-            return cannot_read(uri, refused);
-        }
-        let can = place.storage().capabilities();
-        // Folders of an object store are prefixes of names: there are no empty ones.
-        if folder.is_empty() && (can.complete_listing || !can.listable) {
-            return Error::new(ErrorKind::NotFound, format!("there is nothing at {uri:?}"));
-        }
-        let message = if folder.is_empty() {
-            format!("{uri:?} is an empty directory")
-        } else {
-            format!("{uri:?} is not a checkpoint: the directory {}", self.formats.describe(&folder))
-        };
-        let failure = Error::new(ErrorKind::NotACheckpoint, message);
-        let below = |name: &str| match uri.trim_end_matches('/') {
-            "." => name.to_owned(),
-            base => format!("{base}/{name}"),
-        };
-        let checkpoints = self.formats.checkpoints_below(&folder);
-        match &*checkpoints {
-            [] => failure,
-            [one] => failure.with_hint(format!("there is a checkpoint below it: {}", below(one))),
-            [.., last] => {
-                let run = dcp_convert::list_run(place.storage(), &self.formats).await;
-                failure.with_hint(match run.ok().and_then(|run| run.latest) {
-                    Some(name) => format!(
-                        "the latest complete checkpoint below it is {}; `dcp ls` lists all",
-                        below(&name)
-                    ),
-                    None => format!(
-                        "there are {} checkpoints below it, such as {}; `dcp ls` lists all",
-                        checkpoints.len(),
-                        below(last)
-                    ),
-                })
-            }
-        }
-    }
-
     /// The storage and key of a URI that names a file.
     pub(crate) async fn file(&self, uri: &str) -> Option<(Arc<dyn Storage>, Key)> {
         let (parent, name) = split(uri)?;
@@ -500,10 +449,6 @@ fn note_variants(variants: &[Key], notes: &mut Notes) {
         };
         notes.say(format!("not reading {first:?}{more}; --variant NAME reads a variant"));
     }
-}
-
-fn cannot_read(uri: &str, error: impl Into<Error>) -> Error {
-    error.into().context(format!("cannot read {uri:?}")).with_hint_of_damage()
 }
 
 /// Whether there is no checkpoint, rather than a bad one.

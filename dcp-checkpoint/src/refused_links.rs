@@ -2,7 +2,7 @@
 //!
 //! A file system lists no link that leads out of the folder: without this look, a model whose weights are
 //! such a link seems to have none. Whether a link is refused depends on the folder that is opened, so every
-//! folder of a run is asked for its own: a link from one step to another is inside the run, and outside the
+//! folder of a run is opened for its own links: a link from one step to another is inside the run, and outside the
 //! step.
 
 use std::collections::BTreeMap;

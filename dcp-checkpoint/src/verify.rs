@@ -6,7 +6,7 @@ use dcp_convert::JobOptions;
 use dcp_convert::integrity::{Problem, ProblemKind};
 use dcp_convert::jobs::verify::VerifyReport;
 use dcp_core::format::Evidence;
-use dcp_formats::incomplete_files::{IncompleteFile, incomplete_files};
+use dcp_formats::incomplete_files::{IncompleteFile, LFS_PROBLEM, incomplete_files};
 use dcp_megatron::jobs::verify_opened;
 
 use crate::checkpoint::Checkpoint;
@@ -122,6 +122,12 @@ impl Verification<'_> {
                     add(ProblemKind::ShortFile, file.as_str(), format!("the file {problem}"));
                 }
             }
+        }
+        if !found.is_empty()
+            && self.job.is_coordinator()
+            && let Some(pointer) = checkpoint.unfetched_data().await?
+        {
+            add(ProblemKind::ShortFile, pointer.as_str(), format!("the file {LFS_PROBLEM}"));
         }
         if let Some(unfinished) = &checkpoint.unfinished {
             let note = read_all_the_same(unfinished);

@@ -231,7 +231,7 @@ impl Answers {
     }
 }
 
-async fn ask(run: &Path, name: &str) -> (Answers, String) {
+async fn answers_of(run: &Path, name: &str) -> (Answers, String) {
     let opener = opener();
     let listing = opener.list(&run.display().to_string()).await.unwrap();
     let entry = listing.entries.iter().find(|entry| entry.name == name);
@@ -277,7 +277,7 @@ fn damages(whole: &[u8]) -> Vec<(&'static str, Option<Vec<u8>>)> {
 
 /// Files that a checkpoint is complete without, and why.
 const NOT_NEEDED: [(&str, &str); 3] = [
-    ("config.json", "no tensor is in it: a caller who knows the class of the model loads it"),
+    ("config.json", "no tensor is in it: the class of the model loads it"),
     (".dcp", "the sidecar of dcp: readers do without"),
     ("data_paths.txt", "a note of OLMo-core"),
 ];
@@ -289,7 +289,7 @@ const OPTIONAL: [(&str, &str); 6] = [
     ("sharded/", "PyTorch's consolidation leaves the files of ranks, which nothing reads"),
     ("model.bf16.safetensors", "the other variant is then the model"),
     ("model.fp16.safetensors", "the same"),
-    ("integrity.json", "Megatron-Core writes one since 0.17.1, if an option asks for it"),
+    ("integrity.json", "Megatron-Core writes one since 0.17.1, with --verify-integrity"),
 ];
 
 /// Files whose number no name says: the last rank of files without an index, where the extent of a tensor is
@@ -316,7 +316,7 @@ async fn ls_inspect_and_verify_agree_about_every_file_of_every_format() {
         let run = tempfile::tempdir().unwrap();
         let step = run.path().join(STEP);
         make(what, &step).await;
-        let (answers, said) = ask(run.path(), STEP).await;
+        let (answers, said) = answers_of(run.path(), STEP).await;
         if answers != (Answers { ls: true, inspect: true, verify: true }) {
             wrong.push(format!("{what}: sound, {answers:?}: {said}"));
             continue;
@@ -334,7 +334,7 @@ async fn ls_inspect_and_verify_agree_about_every_file_of_every_format() {
                     Some(bytes) => fs::write(&path, bytes).unwrap(),
                     None => fs::remove_file(&path).unwrap(),
                 }
-                let (answers, said) = ask(run.path(), STEP).await;
+                let (answers, said) = answers_of(run.path(), STEP).await;
                 if !answers.agree() || answers.ls && !may_be_whole(&file, damage) {
                     wrong.push(format!("{what}: {file:?} {damage}, {answers:?}: {said}"));
                 }

@@ -12,13 +12,13 @@ use std::fmt;
 
 use dcp_core::format::Place;
 use dcp_core::storage::{ObjectMeta, StorageExt as _};
-use dcp_core::{CheckpointError, Key, Storage, StorageError};
+use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use crate::safetensors::{ENDING, PREFIX_LEN, header_len};
-use crate::torch_save::{FILE_ENDINGS, check_stream};
+use crate::torch_save::{FILE_ENDINGS, check_stream, is_torch_save};
 use crate::torch_zip::{ParseStep, Sparse, check_end};
 
 /// The maximum number of files to read in one checkpoint.
@@ -65,7 +65,7 @@ pub async fn incomplete_files(place: &Place) -> Result<Vec<IncompleteFile>, Stor
             named.filter(|meta| !place.is_known(&meta.key)).take(FILES_MAX).cloned().collect()
         }
     };
-    incomplete_among(storage, &files).await
+    incomplete_among(storage, &files, place.file().is_some()).await
 }
 
 /// The first of these files that is incomplete, as a sentence.
@@ -73,14 +73,15 @@ pub(crate) async fn first_incomplete(
     storage: &dyn Storage,
     files: &[ObjectMeta],
 ) -> Result<Option<String>, StorageError> {
-    Ok(incomplete_among(storage, files).await?.first().map(ToString::to_string))
+    Ok(incomplete_among(storage, files, false).await?.first().map(ToString::to_string))
 }
 
 async fn incomplete_among(
     storage: &dyn Storage,
     files: &[ObjectMeta],
+    by_content: bool,
 ) -> Result<Vec<IncompleteFile>, StorageError> {
-    let looks: Vec<_> = files.iter().map(|meta| look(storage, meta)).collect();
+    let looks: Vec<_> = files.iter().map(|meta| look(storage, meta, by_content)).collect();
     let parallelism = usize::from(storage.capabilities().parallelism.max(1));
     let found: Vec<_> = stream::iter(looks).buffered(parallelism).try_collect().await?;
     Ok(found.into_iter().flatten().collect())
@@ -105,6 +106,21 @@ pub async fn lfs_pointer(place: &Place) -> Result<Option<Key>, StorageError> {
         }
     }
     Ok(None)
+}
+
+/// Whether a file is a pointer of Git LFS; a missing file is none. A longer file than a pointer is not read.
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn is_pointer_file(storage: &dyn Storage, file: &Key) -> Result<bool, StorageError> {
+    let byte_len = match storage.stat(file).await {
+        Ok(meta) => meta.byte_len,
+        Err(error) if error.kind() == StorageErrorKind::NotFound => return Ok(false),
+        Err(error) => return Err(error),
+    };
+    let is_small = (LFS_POINTER.len() as u64..=LFS_POINTER_MAX).contains(&byte_len);
+    Ok(is_small && is_lfs_pointer(&storage.read_range(file, 0..LFS_POINTER.len() as u64).await?))
 }
 
 /// Whether the first bytes of a file are those of a pointer of Git LFS.
@@ -134,12 +150,18 @@ fn is_named(key: &Key) -> bool {
 async fn look(
     storage: &dyn Storage,
     meta: &ObjectMeta,
+    by_content: bool,
 ) -> Result<Option<IncompleteFile>, StorageError> {
-    let problem = problem(storage, meta).await?;
+    let problem = problem(storage, meta, by_content).await?;
     Ok(problem.map(|problem| IncompleteFile { file: meta.key.clone(), problem }))
 }
 
-async fn problem(storage: &dyn Storage, meta: &ObjectMeta) -> Result<Option<String>, StorageError> {
+/// `by_content`: a single file is opened by its contents, whatever its name ends in.
+async fn problem(
+    storage: &dyn Storage,
+    meta: &ObjectMeta,
+    by_content: bool,
+) -> Result<Option<String>, StorageError> {
     let (key, byte_len) = (&meta.key, meta.byte_len);
     if byte_len == 0 {
         return Ok(Some("is empty".to_owned()));
@@ -151,7 +173,7 @@ async fn problem(storage: &dyn Storage, meta: &ObjectMeta) -> Result<Option<Stri
     if let Some(problem) = unwritten(&head) {
         return Ok(Some(problem.to_owned()));
     }
-    if key.file_name().ends_with(ENDING) {
+    if key.file_name().ends_with(ENDING) && !(by_content && is_torch_save(&head)) {
         return safetensors_problem(storage, meta, &head).await;
     }
     if head.starts_with(b"PK\x03\x04") {

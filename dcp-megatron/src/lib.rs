@@ -170,6 +170,7 @@ pub mod error;
 pub mod jobs;
 mod layout;
 mod load;
+mod object_grids;
 mod open;
 pub mod optimizer;
 pub mod parallel;

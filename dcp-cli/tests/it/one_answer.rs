@@ -51,7 +51,8 @@ fn a_model_of_variants_is_listed_as_whole_and_not_pruned() {
     }
     let uri = path(&run, "");
     assert_eq!(entry(&uri, "checkpoint-1")["complete"], true);
-    dcp(["prune", &uri, "--keep-last", "2", "--incomplete", "0s", "--yes"]).ok();
+    dcp(["prune", &uri, "--incomplete", "--min-age", "0s", "--yes"]).ok();
+    assert!(run.path().join("checkpoint-1").exists());
     let step = path(&run, "checkpoint-1");
     dcp(["verify", "--deep", &step]).ok();
     dcp(["inspect", &step]).ok();
@@ -80,15 +81,15 @@ fn inspect_shows_what_is_there_and_fails_where_something_is_missing() {
                 Some(bytes) => fs::write(&file_at, bytes).unwrap(),
                 None => fs::remove_file(&file_at).unwrap(),
             }
-            let text = dcp(["inspect", &uri]);
-            assert_eq!(text.code, 1, "{name}: {said}: {}", text.stderr);
-            assert!(text.stderr.contains(said), "{name}: {said}: {}", text.stderr);
-            if name == "dcp" {
-                assert!(text.stdout.contains("layers.0.weight"), "{}", text.stdout);
-                let found = dcp(["inspect", "--json", &uri]);
-                let found: Value = serde_json::from_str(&found.stdout).unwrap();
-                assert!(found["problem"].as_str().unwrap().contains(said), "{found}");
+            if name == "hf" && bytes.is_none() {
+                dcp(["inspect", &uri]).fails(1, &[]);
+                continue;
             }
+            let text = dcp(["inspect", &uri]).not_whole(&[said]);
+            assert!(name == "hf" || text.contains("weight"), "{text}");
+            let found = dcp(["inspect", "--json", &uri]).not_whole(&[said]);
+            let found: Value = serde_json::from_str(&found).unwrap();
+            assert!(found["problem"].as_str().unwrap().contains(said), "{found}");
         }
         fs::write(&file_at, &whole).unwrap();
         let found = dcp(["inspect", "--json", &uri]).json();
@@ -130,7 +131,7 @@ fn every_command_calls_a_pointer_of_git_lfs_a_pointer() {
             let run = dcp(command.iter());
             let said = format!("{}{}", run.stdout, run.stderr).replace("\n  ", " ");
             assert!(said.contains("Git LFS"), "{name} {file}: {command:?}\n{said}");
-            assert!(command[0] == "ls" || run.code == 1, "{name} {file}: {command:?}\n{said}");
+            assert!(command[0] == "ls" || run.code != 0, "{name} {file}: {command:?}\n{said}");
             assert!(!at("target").exists(), "{name} {file}: {command:?}");
         }
         fs::write(at(name).join(file), whole).unwrap();
@@ -148,7 +149,7 @@ fn a_step_of_olmo_without_its_commit_is_not_whole_for_any_command() {
     fs::remove_file(step.join(".metadata.json")).unwrap();
     let said = "there is no .metadata.json";
     assert_eq!(entry(&path(&run, ""), "step3")["complete"], false);
-    dcp(["inspect", &uri]).fails(1, &[said]);
+    dcp(["inspect", &uri]).not_whole(&[said]);
     let verified = dcp(["verify", &uri]);
     assert!(verified.code == 1 && verified.stdout.contains(said), "{}", verified.stdout);
     dcp(["copy", &uri, &target]).fails(1, &["not a whole checkpoint", said]);
@@ -192,7 +193,7 @@ fn the_parts_of_a_checkpoint_of_accelerate_are_verified_together() {
     fs::remove_file(&file).unwrap();
     assert_eq!(entry(&all, "checkpoint-5")["complete"], false);
     assert_eq!(dcp(["verify", &uri]).code, 1);
-    dcp(["inspect", &uri]).fails(1, &["optimizer_0"]);
+    dcp(["inspect", &uri]).not_whole(&["optimizer_0"]);
 }
 
 #[test]
@@ -238,7 +239,7 @@ fn a_damaged_tracker_or_manifest_is_no_whole_checkpoint_for_any_command() {
         let file = "latest_checkpointed_iteration.txt";
         let verified = dcp(["verify", &uri]);
         assert!(verified.code == 1 && verified.stdout.contains(file), "{}", verified.stdout);
-        dcp(["inspect", &uri]).fails(1, &[file]);
+        dcp(["inspect", &uri]).not_whole(&[file]);
         let listed = dcp(["ls", &uri]);
         assert!(listed.code == 0 && listed.stderr.contains(file), "{}", listed.stderr);
         let listing = dcp(["ls", "--json", &uri]).json();
@@ -249,7 +250,7 @@ fn a_damaged_tracker_or_manifest_is_no_whole_checkpoint_for_any_command() {
     fs::write(step.join("integrity.json"), "{\"algorithm\":").unwrap();
     let uri = step.display().to_string();
     assert_eq!(entry(&path(&run, ""), "iter_0000001")["complete"], false);
-    dcp(["inspect", &uri]).fails(1, &["integrity.json"]);
+    dcp(["inspect", &uri]).not_whole(&["integrity.json"]);
     let verified = dcp(["verify", &uri]);
     assert!(verified.code == 1 && verified.stdout.contains("integrity.json"));
 }

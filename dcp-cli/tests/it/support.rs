@@ -70,6 +70,17 @@ impl Run {
         serde_json::from_str(&self.ok()).unwrap()
     }
 
+    /// The output of `inspect`, which shows what there is of a checkpoint that is not whole and fails with
+    /// the reason.
+    #[track_caller]
+    pub(crate) fn not_whole(self, texts: &[&str]) -> String {
+        assert_eq!(self.code, 1, "{}{}", self.stdout, self.stderr);
+        for text in ["is not whole"].iter().chain(texts) {
+            assert!(self.stderr.contains(text), "{text:?} is not in\n{}", self.stderr);
+        }
+        self.stdout
+    }
+
     /// Expects a failure that says all of `texts` on stderr, and nothing on stdout.
     #[track_caller]
     pub(crate) fn fails(self, code: i32, texts: &[&str]) {

@@ -1,7 +1,7 @@
 //! The checkpoints in a directory: what each is, whether it is whole, how large, how old.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -12,11 +12,13 @@ use dcp_core::format::{
     ListingEntry, Place, RunTracker, natural,
 };
 use dcp_core::storage::{ObjectMeta, StorageExt};
-use dcp_core::{Key, Storage, StorageError};
+use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use serde::Serialize;
 
 use super::examine::examine_checkpoint;
+use super::run_tracker::tracker;
+use super::unread_files::{UnreadFiles, mark_unread};
 
 /// Levels of folders below those of the directory in which checkpoints are listed.
 const DEPTH_MAX: usize = 2;
@@ -118,8 +120,8 @@ impl Serialize for EntryKind {
 }
 
 /// An entry, and how its checkpoint is examined.
-struct Listed {
-    entry: RunEntry,
+pub(super) struct Listed {
+    pub(super) entry: RunEntry,
     format: Arc<dyn CheckpointFormat>,
 }
 
@@ -198,9 +200,6 @@ pub async fn list_run(
     list_run_without(storage, formats, &UnreadFiles::new()).await
 }
 
-/// Files that cannot be read, each with the reason, such as links that a file system does not follow.
-pub type UnreadFiles = BTreeMap<Key, String>;
-
 /// As [`list_run`], of a directory in which some files are not read. Their names count; whether a
 /// checkpoint with one of them is complete is unknown, and the reason is its problem.
 ///
@@ -212,7 +211,13 @@ pub async fn list_run_without(
     formats: &FormatRegistry,
     unread: &UnreadFiles,
 ) -> Result<RunListing, StorageError> {
-    let mut listing = Listing::read(&**storage, &[]).await?;
+    let mut listing = match Listing::read(&**storage, &[]).await {
+        // Nothing is there but such files.
+        Err(error) if error.kind() == StorageErrorKind::Link && !unread.is_empty() => {
+            Listing::default()
+        }
+        listing => listing?,
+    };
     let not_listed = unread.keys().filter(|key| listing.get(key).is_none());
     let not_listed: Vec<_> = not_listed.map(|key| ObjectMeta::new(key.clone(), 0)).collect();
     if !not_listed.is_empty() {
@@ -290,25 +295,6 @@ pub async fn list_run_without(
     Ok(run)
 }
 
-/// The tracker of a run; one that cannot be read is noted, and does not keep the others from being listed.
-async fn tracker(
-    formats: &FormatRegistry,
-    place: &Place,
-    run: &mut RunListing,
-) -> Option<RunTracker> {
-    for format in formats.formats() {
-        match format.tracker(place).await {
-            Ok(None) => {}
-            Ok(tracker) => return tracker,
-            Err(error) => {
-                run.tracker_problem = Some(error_chain(&error));
-                return None;
-            }
-        }
-    }
-    None
-}
-
 /// Adds the checkpoints in folders below one that is none, such as the runs of a project.
 fn list_below(
     formats: &FormatRegistry,
@@ -328,20 +314,6 @@ fn list_below(
             Some(_) => {}
             None if depth > 1 => list_below(formats, &below, depth - 1, truncated, listed),
             None => {}
-        }
-    }
-}
-
-/// Marks the checkpoints of which a file cannot be read.
-fn mark_unread(unread: &UnreadFiles, listed: &mut [Listed]) {
-    for Listed { entry, .. } in listed.iter_mut().filter(|one| one.entry.complete == Some(true)) {
-        let is_in = |key: &Key| {
-            let below = key.as_str().strip_prefix(&*entry.name);
-            entry.name == "." || below.is_some_and(|rest| rest.starts_with('/'))
-        };
-        if let Some((_, reason)) = unread.iter().find(|(key, _)| is_in(key)) {
-            entry.complete = None;
-            entry.problem = Some(reason.clone());
         }
     }
 }

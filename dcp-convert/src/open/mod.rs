@@ -3,6 +3,8 @@
 pub(crate) mod examine;
 pub(crate) mod formats;
 pub(crate) mod list_run;
+mod run_tracker;
+mod unread_files;
 
 use std::sync::Arc;
 
@@ -14,7 +16,8 @@ use crate::source::Source;
 use self::formats::formats;
 
 pub use examine::{examine_checkpoint, incomplete};
-pub use list_run::{EntryKind, RunEntry, RunListing, UnreadFiles, list_run_without};
+pub use list_run::{EntryKind, RunEntry, RunListing, list_run_without};
+pub use unread_files::UnreadFiles;
 
 impl Source {
     /// The checkpoint in a folder, of any of the [`formats`](crate::formats()) of this crate. With

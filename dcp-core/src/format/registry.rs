@@ -7,7 +7,7 @@ use super::listing::{Folder, Listing};
 use super::opened::{OpenOptions, OpenedCheckpoint, Place};
 use super::recognized::{Evidence, FormatInfo, Recognized, RunSelection, UnfinishedSave};
 use super::subfolder::Subfolder;
-use super::target::Occupant;
+use super::target::{CheckpointTarget, Occupant};
 use crate::error::{CheckpointError, StorageError};
 use crate::key::Key;
 use crate::metadata::CheckpointMetadata;
@@ -82,7 +82,8 @@ impl FormatRegistry {
 
     /// The format that a folder in the listing of a run belongs to: of the last registered format
     /// that finds a checkpoint, or the remains of one, in the folder itself; else of one that finds
-    /// it in a folder below; else of one whose files lie there.
+    /// it in a folder below; else of one whose files lie there. The remains of a save do not hide the index
+    /// of a format that this one does not build on.
     #[must_use]
     pub fn classify(&self, folder: &Folder<'_>) -> Option<FolderMatch> {
         let mut found = self.matches(folder);
@@ -93,7 +94,18 @@ impl FormatRegistry {
             Evidence::Run | Evidence::Trace => None,
         };
         found.retain(|one| rank(one).is_some());
-        found.into_iter().min_by_key(rank)
+        let first = found.iter().min_by_key(|one| rank(one))?;
+        if first.found.evidence == Evidence::Remains {
+            let parts = first.format.target().map_or(&[][..], CheckpointTarget::parts);
+            let is_other = |one: &&FolderMatch| {
+                let is_part = parts.contains(&one.format.info().name);
+                one.found.evidence == Evidence::Index && !is_part
+            };
+            if let Some(other) = found.iter().find(is_other) {
+                return Some(other.clone());
+            }
+        }
+        Some(first.clone())
     }
 
     /// What each format says, the one registered last first.

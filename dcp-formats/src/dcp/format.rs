@@ -135,11 +135,10 @@ impl DcpFiles {
 }
 
 /// Checkpoints in folders below that belong together, such as the model and the optimizer of accelerate. Of
-/// several the first that is committed is named. Folders below a run are checkpoints of their own: they
+/// several the first that is committed is named, the model before its optimizer. Folders below a run are checkpoints of their own: they
 /// are a checkpoint together only if each has the name of a part.
 fn nested(folder: &Folder<'_>) -> Option<Recognized> {
-    const PARTS: [&str; 6] =
-        ["model", "optimizer", "optim", "model_and_optim", "ckpt", "checkpoint"];
+    const PARTS: [&str; 5] = ["model", "optimizer", "optim", "ckpt", "checkpoint"];
     // Of accelerate, with the number of the model or the optimizer.
     const NUMBERED: [&str; 2] = ["pytorch_model_fsdp_", "optimizer_"];
     let is_part = |name: &str| {
@@ -150,8 +149,10 @@ fn nested(folder: &Folder<'_>) -> Option<Recognized> {
     if !found.iter().all(|(path, _)| is_part(path)) {
         return None;
     }
-    let committed = found.iter().find(|(_, files)| files.is_committed());
-    let (path, files) = committed.or_else(|| found.first())?;
+    let mut committed = found.iter().filter(|(_, files)| files.is_committed());
+    let is_model = |one: &&(&str, DcpFiles)| !one.0.starts_with("optim");
+    let model = committed.clone().find(is_model).or_else(|| committed.next());
+    let (path, files) = model.or_else(|| found.first())?;
     let problem =
         found.iter().find_map(|(path, files)| Some(format!("{path}: {}", files.problem()?)));
     let inner = files.is_committed().then(|| (*path).to_owned());

@@ -18,7 +18,7 @@ use crate::missing_files::MissingFiles;
 const INDEXES_MAX: usize = 64;
 
 /// Compares every index of a folder with its files. A folder may have several: a model and variants of it,
-/// such as `model.safetensors.index.fp16.json`, each of which somebody loads. Loaders prefer the model in
+/// such as `model.safetensors.index.fp16.json`, each of which a program may load. Loaders prefer the model in
 /// one file to an index of the same model, unless the index names that file.
 pub(super) async fn examine_indexes(place: &Place) -> Result<Examined, StorageError> {
     let folder = place.listing().root();

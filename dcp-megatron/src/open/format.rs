@@ -14,7 +14,7 @@ use dcp_core::storage::StorageExt as _;
 use dcp_core::text::Quoted;
 use dcp_core::{CheckpointError, CheckpointMetadata, Storage, StorageError, StorageWriter};
 use dcp_formats::dcp::{DcpFiles, DcpFormat};
-use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
+use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer, lfs_pointer};
 use dcp_formats::torch_save::FILE_ENDINGS;
 
 use crate::disk::common_state::{COMMON_FILE, COMMON_OBJECT};
@@ -24,7 +24,7 @@ use crate::disk::manifest::verify_manifest;
 use crate::disk::recovery::{HALF_REPLACED, RECORD, recovered};
 use crate::disk::tracker::{TRACKER, Tracked};
 use crate::error::MegatronError;
-use crate::jobs::verify::object_grids;
+use crate::object_grids::object_grids;
 use crate::open::checkpoint::{MegatronCheckpoint, MegatronOpenOptions, is_machine};
 use crate::open::legacy::folders::missing_folder;
 use crate::open::select::select;
@@ -378,17 +378,23 @@ async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
 /// What keeps a checkpoint from being opened whole. Descriptions of arrays and pickles are read.
 async fn problem_of_opening(place: &Place) -> Result<Option<String>, StorageError> {
     let options = MegatronOpenOptions::default().with_tolerant(true);
-    match MegatronCheckpoint::open_folder(place.storage(), &options).await {
+    let problem = match MegatronCheckpoint::open_folder(place.storage(), &options).await {
         Ok(opened) => {
             let metadata = opened.stored().metadata().await;
             let missing = || metadata.ok().and_then(|metadata| missing_object(&metadata));
-            Ok(opened.damage().first().cloned().or_else(missing))
+            opened.damage().first().cloned().or_else(missing)
         }
         Err(MegatronError::Checkpoint(CheckpointError::Storage(error))) if is_machine(&error) => {
-            Err(error)
+            return Err(error);
         }
-        Err(error) => Ok(Some(error_chain(&error))),
+        Err(error) => Some(error_chain(&error)),
+    };
+    if problem.is_some()
+        && let Some(pointer) = lfs_pointer(place).await?
+    {
+        return Ok(Some(format!("{pointer} {LFS_PROBLEM}")));
     }
+    Ok(problem)
 }
 
 /// The problem of a grid of objects that is not complete.

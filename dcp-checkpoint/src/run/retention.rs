@@ -203,6 +203,36 @@ impl KeepBest {
     pub fn lowest(count: usize, metric: impl Into<String>) -> Self {
         Self { lowest: true, ..Self::highest(count, metric) }
     }
+
+    /// Whether the name of a metric is that of a loss, of which the lowest values are the best. The
+    /// command guesses no order for such a name.
+    ///
+    /// ```
+    /// use dcp_checkpoint::run::KeepBest;
+    /// assert!(KeepBest::is_loss("eval_loss") && KeepBest::is_loss("val/perplexity"));
+    /// assert!(!KeepBest::is_loss("accuracy") && !KeepBest::is_loss("glossary_f1"));
+    /// ```
+    #[must_use]
+    pub fn is_loss(metric: &str) -> bool {
+        const NAMES: [&str; 14] = [
+            "loss",
+            "losses",
+            "perplexity",
+            "ppl",
+            "nll",
+            "bpb",
+            "error",
+            "err",
+            "wer",
+            "cer",
+            "mse",
+            "mae",
+            "rmse",
+            "crossentropy",
+        ];
+        let mut words = metric.split(|c: char| !c.is_ascii_alphanumeric());
+        words.any(|word| NAMES.iter().any(|name| word.eq_ignore_ascii_case(name)))
+    }
 }
 
 impl Retention for KeepBest {

@@ -81,6 +81,11 @@ pub(crate) struct Prune {
     #[arg(long, requires = "keep_best", help_heading = "What is kept")]
     lowest: bool,
 
+    /// The highest values are the best, as without --lowest. Needed where the name of the metric is that
+    /// of a loss.
+    #[arg(long, requires = "keep_best", conflicts_with = "lowest", help_heading = "What is kept")]
+    highest: bool,
+
     /// Which checkpoint is newer: that of the higher step, or the one that was written later. Needed
     /// where the two disagree, as in a run that was started again.
     #[arg(long, value_enum, value_name = "ORDER", help_heading = "What is kept")]
@@ -181,6 +186,19 @@ impl Prune {
     }
 }
 
+/// Refuses to take the highest losses as the best only because no option says otherwise.
+fn refuse_guessed_order(args: &Prune) -> Result<(), Failure> {
+    match &args.metric {
+        Some(metric) if !args.lowest && !args.highest && KeepBest::is_loss(metric) => {
+            let message =
+                format!("the name {metric:?} is that of a loss, and --keep-best keeps the highest");
+            Err(Failure::new(Exit::Usage, message)
+                .hint("--lowest keeps the lowest values, --highest the highest"))
+        }
+        _ => Ok(()),
+    }
+}
+
 pub(crate) fn prune(args: &Prune, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
     if session.follow_links {
@@ -191,6 +209,7 @@ pub(crate) fn prune(args: &Prune, session: &Session) -> Result<(), Failure> {
         let message = format!("--pin {step} and --unpin {step} say the opposite of each other");
         return Err(Failure::new(Exit::Usage, message).hint("leave one of them out"));
     }
+    refuse_guessed_order(args)?;
     let has_pins = !args.pin.is_empty() || !args.unpin.is_empty();
     if args.policy().is_empty() && !args.incomplete && !has_pins {
         return Err(Failure::new(Exit::Usage, "no option says which checkpoints are kept").hint(

@@ -121,7 +121,8 @@ fn pins_and_metrics_keep_checkpoints() {
     }
     dcp(["prune", &uri, "--pin", "3"]).ok();
     let best = ["prune", &uri, "--keep-best", "1", "--metric", "eval_loss", "--json"];
-    let highest = dcp([&best[..], &["--dry-run"]].concat()).json();
+    dcp([&best[..], &["--yes"]].concat()).fails(2, &["that of a loss", "--lowest"]);
+    let highest = dcp([&best[..], &["--highest", "--dry-run"]].concat()).json();
     assert_eq!(deleted(&highest), ["step-2"]);
     let lowest = dcp([&best[..], &["--lowest", "--yes"]].concat()).json();
     assert_eq!(deleted(&lowest), ["step-1"]);
@@ -213,7 +214,7 @@ fn a_metric_that_is_unknown_keeps_and_one_that_nobody_has_is_refused() {
     dcp(typo).fails(2, &["no checkpoint of the run has the metric \"acc_typo\"", "\"acc\""]);
     dcp([&typo[..6], &["--dry-run"]].concat()).fails(2, &["acc_typo"]);
     assert_eq!(names(&uri), before);
-    let loss = ["prune", &uri, "--keep-best", "1", "--metric", "loss", "--yes"];
+    let loss = ["prune", &uri, "--keep-best", "1", "--metric", "loss", "--highest", "--yes"];
     dcp(loss).fails(2, &["no checkpoint of the run has the metric \"loss\""]);
     let acc = ["prune", &uri, "--keep-best", "1", "--metric", "acc", "--yes", "--json"];
     assert_eq!(deleted(&dcp(acc).json()), ["step-20"]);

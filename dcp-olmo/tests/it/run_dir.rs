@@ -104,7 +104,8 @@ fn damaged_notes_are_named() {
     assert!(error.contains(".metadata.json"), "{error}");
     let error = block_on(dir.step(20).unwrap().config()).unwrap_err().to_string();
     assert!(error.contains("config.json"), "{error}");
-    // It still lists: what is noted is no part of what makes a checkpoint.
+    // It still lists, and a commit that was cut short is not whole.
     let steps = block_on(dir.steps()).unwrap();
-    assert_eq!((steps[0].complete, steps[0].ephemeral), (Some(true), None));
+    assert_eq!((steps[0].complete, steps[0].ephemeral), (Some(false), None));
+    assert!(steps[0].problem.as_ref().unwrap().contains(".metadata.json cannot be read"));
 }

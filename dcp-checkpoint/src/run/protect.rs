@@ -39,7 +39,7 @@ pub(super) async fn examine(
                     one.step.complete = None;
                     one.step.problem = Some(format!("it {description}"));
                 } else if found.problem.is_some() {
-                    one.step.complete = Some(false);
+                    one.step.complete = if found.opens { None } else { Some(false) };
                     one.step.problem = found.problem;
                 }
             }

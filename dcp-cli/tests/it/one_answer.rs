@@ -61,6 +61,15 @@ fn a_model_of_variants_is_listed_as_whole_and_not_pruned() {
     let said = entry(&uri, "checkpoint-1")["problem"].to_string();
     assert!(said.contains("model.fp16-00002-of-00002.safetensors is missing"), "{said}");
     assert_eq!(dcp(["verify", &step]).code, 1);
+    // Beside a whole model, what is left of a variant is no reason to delete the model.
+    model(&run.path().join("checkpoint-1"), &[]);
+    assert_eq!(entry(&uri, "checkpoint-1")["complete"], Value::Null);
+    assert_eq!(dcp(["verify", &step]).code, 1);
+    dcp(["prune", &uri, "--incomplete", "--min-age", "0s", "--yes"]).ok();
+    dcp(["prune", &uri, "--keep-last", "1", "--yes"]).ok();
+    assert!(run.path().join("checkpoint-1/model.safetensors").exists());
+    fs::write(run.path().join("checkpoint-1/model.safetensors"), b"cut").unwrap();
+    assert_eq!(entry(&uri, "checkpoint-1")["complete"], false);
 }
 
 #[test]

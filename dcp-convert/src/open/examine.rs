@@ -9,7 +9,7 @@ use dcp_core::format::{
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{CheckpointError, CheckpointMetadata, StorageError};
 use dcp_formats::dcp::DcpFormat;
-use dcp_formats::hf::INDEX_ENDING;
+use dcp_formats::hf::{HuggingFaceFormat, INDEX_ENDING, main_model_is_whole};
 use dcp_formats::incomplete_files::{incomplete_files, unwritten};
 use dcp_planner::validate_metadata;
 
@@ -29,6 +29,17 @@ const HEAD_BYTES: u64 = 64;
 ///
 /// When the storage fails. What is wrong with the checkpoint is [`Examined::problem`].
 pub async fn examine_checkpoint(
+    formats: &FormatRegistry,
+    format: &dyn CheckpointFormat,
+    place: &Place,
+) -> Result<Examined, StorageError> {
+    let examined = examine(formats, format, place).await?;
+    let is_model = format.info().name == HuggingFaceFormat.info().name && place.file().is_none();
+    let opens = examined.problem.is_some() && is_model && main_model_is_whole(place).await?;
+    Ok(examined.with_opens(opens))
+}
+
+async fn examine(
     formats: &FormatRegistry,
     format: &dyn CheckpointFormat,
     place: &Place,

@@ -450,7 +450,7 @@ fn note(entry: &mut RunEntry, found: Result<Examined, StorageError>) {
             if let Some(problem) = found.problem
                 && entry.complete == Some(true)
             {
-                entry.complete = Some(false);
+                entry.complete = if found.opens { None } else { Some(false) };
                 entry.problem = Some(problem);
             }
         }

@@ -125,6 +125,10 @@ impl fmt::Display for Recognized {
 pub struct Examined {
     /// Why it is not whole.
     pub problem: Option<String>,
+    /// Whether readers open the checkpoint itself all the same: only a part that nobody needs for that has
+    /// the [problem](Self::problem), such as a variant of a model. It counts neither as complete nor as
+    /// what a dead save left.
+    pub opens: bool,
     /// Which other program it belongs to, where that shows only now, as the predicate of a sentence: no
     /// job opens it, and whether it is whole is unknown.
     pub unsupported: Option<String>,
@@ -141,7 +145,8 @@ pub struct Examined {
 impl PartialEq for Examined {
     fn eq(&self, other: &Self) -> bool {
         let facts = |one: &Self| {
-            (one.problem.clone(), one.unsupported.clone(), one.ephemeral, one.version.clone())
+            let Self { problem, opens, unsupported, ephemeral, version, index: _ } = one.clone();
+            (problem, opens, unsupported, ephemeral, version)
         };
         facts(self) == facts(other)
     }
@@ -160,6 +165,13 @@ impl Examined {
     #[must_use]
     pub fn of_other_program(description: impl Into<String>) -> Self {
         Self { unsupported: Some(description.into()), ..Self::default() }
+    }
+
+    /// Sets [`opens`](Self::opens).
+    #[must_use]
+    pub fn with_opens(mut self, opens: bool) -> Self {
+        self.opens = opens;
+        self
     }
 
     /// Sets [`ephemeral`](Self::ephemeral).

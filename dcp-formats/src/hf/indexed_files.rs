@@ -2,14 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use dcp_core::format::{Examined, Place};
+use dcp_core::format::{Examined, Folder, Place};
 use dcp_core::storage::{ObjectMeta, StorageExt as _};
 use dcp_core::{Key, StorageError, StorageErrorKind};
 
+use super::ENDING;
 use super::complete::series;
 use super::index_file::{INDEX_NAME, IndexFile, NAMES_NOTHING};
 use super::other_program::IS_DELTA;
-use super::variants::IndexName;
+use super::variants::{IndexName, without_variants};
 use crate::dcp::EXAMINED_INDEX_MAX;
 use crate::incomplete_files::{LFS_PROBLEM, first_incomplete, is_lfs_pointer};
 use crate::missing_files::MissingFiles;
@@ -77,6 +78,40 @@ pub(super) async fn examine_indexes(place: &Place) -> Result<Examined, StorageEr
         }
     }
     Ok(Examined::default())
+}
+
+/// Whether a folder has variants of a model, and the model itself is whole: what is wrong with the folder is
+/// wrong with a variant, and loaders open the model.
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn main_model_is_whole(place: &Place) -> Result<bool, StorageError> {
+    let folder = place.listing().root();
+    let weights = folder.files().filter(|(name, _)| name.ends_with(ENDING));
+    let keys = weights.map(|(_, meta)| meta.key.clone()).collect();
+    let (main, variants) = without_variants(keys);
+    if main.is_empty() || variants.is_empty() && !has_variant_index(&folder) {
+        return Ok(false);
+    }
+    let metas = main.iter().filter_map(|key| place.listing().get(key).cloned());
+    let metas: Vec<_> = metas.collect();
+    if first_incomplete(&**place.storage(), &metas).await?.is_some() {
+        return Ok(false);
+    }
+    match folder.file(INDEX_NAME) {
+        // Of a series without an index nothing says which tensors it has.
+        None => Ok(main.iter().all(|key| series(key.file_name()).is_none())),
+        Some(meta) => Ok(match read(place, meta).await? {
+            Ok(index) => index.files().all(|file| folder.has(file.as_str())),
+            Err(_) => false,
+        }),
+    }
+}
+
+fn has_variant_index(folder: &Folder<'_>) -> bool {
+    let variant = |name| IndexName::parse(name).is_some_and(|index| index.variant.is_some());
+    folder.files().any(|(name, _)| variant(name))
 }
 
 /// Compares one index, which is opened by its name, with its files.

@@ -36,6 +36,7 @@ pub use complete::UNFINISHED_NAME;
 pub use finding::{Finding, FindingKind};
 pub use format::HuggingFaceFormat;
 pub use index_file::{INDEX_NAME, IndexFile};
+pub use indexed_files::main_model_is_whole;
 pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES, SINGLE_NAME};
 pub use pending_folder::PendingFolder;
 pub use quantized::{

@@ -38,7 +38,7 @@ fn checkpoints_of_trainers() {
         (&["__0.metadata", "__2.metadata"], Some(("dcp", false, None))),
         (
             &["trainer_state.json", "pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"],
-            Some(("dcp", true, inner("optimizer_0"))),
+            Some(("dcp", true, inner("pytorch_model_fsdp_0"))),
         ),
         (&["weights/.metadata", "context/model.yaml"], Some(("megatron", true, inner("weights")))),
         (&["metadata.json", "common.pt", ".metadata"], Some(("megatron", true, None))),

@@ -134,18 +134,15 @@ pub async fn incomplete(
     Ok(examined.problem)
 }
 
-/// The problem of a file that shows a checkpoint and begins with zeros.
+/// The problem of an index that begins with zeros. One file is read: that of PyTorch's format where there
+/// is one, since frameworks build on it.
 async fn unwritten_index(
     format: &dyn CheckpointFormat,
     place: &Place,
 ) -> Result<Option<String>, StorageError> {
     let folder = place.listing().root();
-    let landmarks = DcpFormat.info().landmarks.iter().chain(format.info().landmarks);
-    for file in landmarks.filter_map(|landmark| folder.file(landmark)) {
-        let head = place.storage().read_range(&file.key, 0..file.byte_len.min(HEAD_BYTES)).await?;
-        if let Some(problem) = unwritten(&head) {
-            return Ok(Some(format!("{} {problem}", file.key)));
-        }
-    }
-    Ok(None)
+    let mut landmarks = DcpFormat.info().landmarks.iter().chain(format.info().landmarks);
+    let Some(file) = landmarks.find_map(|landmark| folder.file(landmark)) else { return Ok(None) };
+    let head = place.storage().read_range(&file.key, 0..file.byte_len.min(HEAD_BYTES)).await?;
+    Ok(unwritten(&head).map(|problem| format!("{} {problem}", file.key)))
 }

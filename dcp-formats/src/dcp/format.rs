@@ -135,8 +135,9 @@ impl DcpFiles {
 }
 
 /// Checkpoints in folders below that belong together, such as the model and the optimizer of accelerate. Of
-/// several the first that is committed is named, the model before its optimizer. Folders below a run are checkpoints of their own: they
-/// are a checkpoint together only if each has the name of a part.
+/// several the first that is committed is named, the model before its optimizer. Folders below a run are
+/// checkpoints of their own: they are one together only if each has the name of a part, or one is an
+/// optimizer and no two have the same name but for a number, as steps have.
 fn nested(folder: &Folder<'_>) -> Option<Recognized> {
     const PARTS: [&str; 5] = ["model", "optimizer", "optim", "ckpt", "checkpoint"];
     // Of accelerate, with the number of the model or the optimizer.
@@ -146,7 +147,15 @@ fn nested(folder: &Folder<'_>) -> Option<Recognized> {
         PARTS.contains(&name) || is_numbered()
     };
     let found = nested_files(folder);
-    if !found.iter().all(|(path, _)| is_part(path)) {
+    let has_parts = || {
+        let stem = |path: &str| path.trim_end_matches(|c: char| c.is_ascii_digit()).to_owned();
+        let stems: BTreeSet<_> = found.iter().map(|(path, _)| stem(path)).collect();
+        let is_optimizer = |(path, _): &(&str, DcpFiles)| path.starts_with("optim");
+        stems.len() == found.len()
+            && found.iter().any(is_optimizer)
+            && found.iter().all(|(path, _)| !path.contains('/'))
+    };
+    if !found.iter().all(|(path, _)| is_part(path)) && !has_parts() {
         return None;
     }
     let mut committed = found.iter().filter(|(_, files)| files.is_committed());

@@ -10,7 +10,7 @@ use std::time::Duration;
 use dcp::checkpoint;
 use dcp::collectives::{EnvError, Launch, TcpCollective, TcpConfig};
 use dcp::convert::group::{GroupEnd, JobGroup};
-use dcp::core::text::Quoted;
+use dcp::core::text::{Quoted, counted};
 use dcp::core::{CheckpointError, Collective, CollectiveError};
 
 use crate::failure::{Exit, Failure};
@@ -58,11 +58,12 @@ impl Ranks {
         let config = config.deadline(timeout).connect_timeout(timeout);
         let others = launch.world_size - 1;
         let waiting = format!(
-            "rank {} waits for the other {others} of {} at {}:{}; {ALONE}",
+            "rank {} waits for {} at {}:{}, as {} says; {ALONE}",
             launch.rank,
-            launch.launcher,
+            counted(u64::from(others), "other rank"),
             config.master_host(),
             config.master_port(),
+            launch.launcher,
         );
         let collective = connect(config, waiting, global.quiet)?;
         let group = JobGroup::start(Arc::new(collective) as Arc<dyn Collective>)?;

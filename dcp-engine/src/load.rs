@@ -379,7 +379,15 @@ impl Loader {
             if self.mode == LoadMode::AllowMissing {
                 shown.missing.clear();
             }
-            return Err(CheckpointError::Mismatch { summary: shown.to_string() });
+            let is_all_missing = !shown.missing.is_empty()
+                && shown.shapes.is_empty()
+                && shown.dtypes.is_empty()
+                && shown.kinds.is_empty();
+            let hint = match is_all_missing {
+                true => "; LoadMode::AllowMissing keeps the values that the checkpoint lacks",
+                false => "",
+            };
+            return Err(CheckpointError::Mismatch { summary: format!("{shown}{hint}") });
         }
         let leaves = flat
             .iter()

@@ -15,7 +15,9 @@ use dcp_core::plan::{SavePlan, WritePlan};
 use dcp_core::planner::SavePlanner;
 use dcp_core::save_run::RankWrite;
 use dcp_core::wire::PlanParts;
-use dcp_core::{CheckpointError, Collective, PlanError, Rank, StateDict, StorageWriter, Value};
+use dcp_core::{
+    CheckpointError, Collective, PlanError, Rank, StateDict, StorageWriter, Tensor, Value,
+};
 use dcp_planner::{DefaultSavePlanner, FlattenRule, flatten, index_of};
 use tracing::Instrument;
 
@@ -51,6 +53,8 @@ pub struct Saver {
     observers: Observers,
     /// What errors call the place.
     place: Option<Arc<str>>,
+    /// Whether a process alone saves parts of tensors.
+    allow_parts: bool,
     /// How many saves have begun, so that ranks notice when they are at different ones.
     begun: Arc<AtomicU64>,
 }
@@ -96,6 +100,7 @@ impl Saver {
             memory: Some(Arc::default()),
             observers: Observers::default(),
             place: None,
+            allow_parts: false,
             begun: Arc::default(),
         }
     }
@@ -156,6 +161,15 @@ impl Saver {
     #[must_use]
     pub fn observer(mut self, observer: Arc<dyn CheckpointObserver>) -> Self {
         self.observers.add(observer);
+        self
+    }
+
+    /// Whether a save of this process alone stores tensors of which it holds only parts; by default it
+    /// fails, because no reader finds the others. It is for programs whose processes each save a checkpoint
+    /// of their own.
+    #[must_use]
+    pub fn allow_parts(mut self, allow: bool) -> Self {
+        self.allow_parts = allow;
         self
     }
 
@@ -374,8 +388,12 @@ impl Saver {
                 Value::Tensor(tensor) => Leaf::Tensor(tensor.clone(), cast),
                 _ => Leaf::Object(objects.remove(&*entry.fqn).unwrap_or_default()),
             };
-            if !alone {
-                values.add(&entry.fqn, &leaf);
+            match (alone, &leaf) {
+                (false, _) => values.add(&entry.fqn, &leaf),
+                (true, Leaf::Tensor(tensor, _)) if !self.allow_parts => {
+                    check_whole(&entry.fqn, tensor)?;
+                }
+                _ => {}
             }
             leaves.insert(&*entry.fqn, leaf);
         }
@@ -466,4 +484,15 @@ fn no_plan() -> CheckpointError {
         problem: "the coordinator refers to a plan that this rank does not have".into(),
     }
     .into()
+}
+
+/// Refuses a tensor of which this process holds a part, where no other rank can hold the rest.
+fn check_whole(fqn: &str, tensor: &Tensor) -> Result<(), PlanError> {
+    let expected = tensor.shape().checked_volume().unwrap_or(u64::MAX);
+    let volumes = tensor.shards().iter().map(|shard| shard.region().volume());
+    let found = volumes.fold(0, u64::saturating_add);
+    if found < expected {
+        return Err(PlanError::AlonePart { fqn: fqn.to_owned(), expected, found });
+    }
+    Ok(())
 }

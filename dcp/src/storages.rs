@@ -3,11 +3,11 @@
 #[cfg(feature = "fs")]
 use std::path::{Path, PathBuf};
 
-#[cfg(feature = "fs")]
-use dcp_core::StorageError;
+use dcp_core::error::StorageOp;
 #[cfg(feature = "fs")]
 use dcp_core::registry::Access;
 use dcp_core::registry::StorageRegistry;
+use dcp_core::{StorageError, StorageErrorKind};
 
 /// The storages of this build's features by URL scheme; with `fs`, `file://` and plain paths; with
 /// `s3`, `gcs`, `azure`, `http` and `memory`, those of object stores.
@@ -29,7 +29,6 @@ use dcp_core::registry::StorageRegistry;
 /// ```
 #[must_use]
 pub fn default_storages() -> StorageRegistry {
-    #[allow(unused_mut, reason = "nothing is registered without features")]
     let mut registry = StorageRegistry::empty();
     #[cfg(feature = "fs")]
     registry.register("file", |request| {
@@ -43,7 +42,30 @@ pub fn default_storages() -> StorageRegistry {
     });
     #[cfg(feature = "object-storage")]
     dcp_storage_object::register(&mut registry);
+    name_features(&mut registry);
     registry
+}
+
+/// Lets URLs of object stores that this build leaves out fail with the feature that serves them.
+fn name_features(registry: &mut StorageRegistry) {
+    const ABSENT: [(&str, &str, bool); 7] = [
+        ("s3", "s3", cfg!(feature = "s3")),
+        ("gs", "gcs", cfg!(feature = "gcs")),
+        ("az", "azure", cfg!(feature = "azure")),
+        ("abfss", "azure", cfg!(feature = "azure")),
+        ("http", "http", cfg!(feature = "http")),
+        ("https", "http", cfg!(feature = "http")),
+        ("memory", "memory", cfg!(feature = "memory")),
+    ];
+    for (scheme, feature, _) in ABSENT.into_iter().filter(|(.., is_there)| !is_there) {
+        registry.register(scheme, move |_| {
+            let message = format!(
+                "build the package distcp with the feature {feature:?} for {scheme}:// URLs"
+            );
+            let kind = StorageErrorKind::Unsupported;
+            Err(StorageError::new(kind, StorageOp::Open, None).with_message(message))
+        });
+    }
 }
 
 /// [`default_storages`], but what is read follows symbolic links wherever they lead, as in a run

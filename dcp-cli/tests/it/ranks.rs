@@ -56,7 +56,7 @@ pub(crate) fn on_ranks_with(world_size: u32, args: impl Fn(u32) -> Vec<String>) 
 
 /// The run without what a rank says where it waits for others to start.
 pub(crate) fn without_waits(mut run: Run) -> Run {
-    let says = |line: &&str| !line.contains(" waits for the other ");
+    let says = |line: &&str| !line.contains(" waits for ");
     run.stderr = run.stderr.lines().filter(says).map(|line| format!("{line}\n")).collect();
     run
 }

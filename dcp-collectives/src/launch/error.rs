@@ -11,7 +11,7 @@ use crate::tcp::SecretError;
 #[non_exhaustive]
 pub enum EnvError {
     /// The variable is not set.
-    #[error("{variable} is not set; torchrun, mpirun or srun sets it")]
+    #[error("{variable} is not set; a launcher such as torchrun sets it, or set it by hand")]
     Missing {
         /// Its name.
         variable: &'static str,

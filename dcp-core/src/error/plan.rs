@@ -66,6 +66,20 @@ pub enum PlanError {
         /// The rank that holds it.
         holder: String,
     },
+    /// A process that saves alone holds a part of a tensor.
+    #[error(
+        "this process saves alone and holds {found} of the {expected} elements of {fqn}, so the checkpoint \
+         would lack the others; save in the group of all ranks that hold parts, or allow parts",
+        fqn = Quoted(.fqn)
+    )]
+    AlonePart {
+        /// The tensor.
+        fqn: String,
+        /// The elements of the tensor.
+        expected: u64,
+        /// Those of its shards.
+        found: u64,
+    },
     /// A planner stores elements twice.
     #[error(
         "planner {planner} stores {first} and {second} of {fqn}, which share elements",

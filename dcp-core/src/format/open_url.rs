@@ -10,6 +10,7 @@ use crate::key::Key;
 use crate::location::{below_url, split_url};
 use crate::registry::{Access, StorageRegistry};
 use crate::storage::Storage;
+use crate::text::{Quoted, without_secrets};
 
 /// Folders that are entered below the one that a URL names: that of a step in a run, and that of the
 /// model in the step. A hostile listing could go on.
@@ -115,7 +116,8 @@ impl FormatRegistry {
         match matches.first().filter(|best| is_here(&best.found)) {
             Some(best) => Ok(best.format.open(&place, options).await?.with_notes(notes)),
             None => {
-                let message = self.explain(&outer.listing().root());
+                let found = self.explain(&outer.listing().root());
+                let message = format!("{} is {found}", Quoted(&without_secrets(url)));
                 Err(CheckpointError::NotACheckpoint { message })
             }
         }

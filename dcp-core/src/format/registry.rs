@@ -248,7 +248,7 @@ impl FormatRegistry {
         matches.retain(|one| !is_outer(&one.found));
         let mut text = match &*matches {
             [] if folder.is_empty() => "is empty or does not exist".to_owned(),
-            [] => "has no .metadata".to_owned(),
+            [] => "has no .metadata, and no file by which another format is recognized".to_owned(),
             [first, ..] => first.found.description.clone(),
         };
         for more in matches.iter().skip(1) {

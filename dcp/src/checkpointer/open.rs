@@ -53,6 +53,14 @@ impl Checkpointer {
         Self { sharing, ..self }
     }
 
+    /// Whether a save of this process alone stores tensors of which it holds only parts; see
+    /// [`Saver::allow_parts`](dcp_engine::Saver::allow_parts).
+    #[must_use]
+    pub fn allow_parts(self, allow: bool) -> Self {
+        let saver = self.saver.clone().allow_parts(allow);
+        self.with_saver(saver)
+    }
+
     pub(super) async fn open_writer(
         &self,
         url: &str,

@@ -290,8 +290,7 @@ impl CheckpointManager {
         ManagerOperation::new(async move {
             let mut damaged = Vec::new();
             loop {
-                let before = damaged.last().map(|one: &SkippedStep| one.step);
-                let Some((step, url, skipped)) = self.choose(before).await? else {
+                let Some((step, url, skipped)) = self.choose(damaged.last()).await? else {
                     return Ok(None);
                 };
                 damaged.extend(skipped);
@@ -314,7 +313,7 @@ impl CheckpointManager {
     /// The checkpoint that all ranks resume from: its step, its URL, and what was skipped.
     async fn choose(
         &self,
-        before: Option<u64>,
+        damaged: Option<&SkippedStep>,
     ) -> Result<Option<(u64, String, Vec<SkippedStep>)>, CheckpointError> {
         type Chosen = (Option<(u64, String)>, Vec<(String, u64, String)>);
         let (group, coordinator) = self.checkpointer.settled_group().await;
@@ -324,7 +323,7 @@ impl CheckpointManager {
                 let context = group.context();
                 let decision = match context.rank == coordinator {
                     false => None,
-                    true => Some(self.latest_valid(before).await.map(|valid| {
+                    true => Some(self.latest_valid(damaged).await.map(|valid| {
                         let LatestValid { step, skipped, .. } = valid;
                         let step =
                             step.map(|step| (step.step, step.checkpoint.unwrap_or(step.name)));
@@ -345,10 +344,13 @@ impl CheckpointManager {
         }))
     }
 
-    async fn latest_valid(&self, before: Option<u64>) -> Result<LatestValid, CheckpointError> {
+    async fn latest_valid(
+        &self,
+        damaged: Option<&SkippedStep>,
+    ) -> Result<LatestValid, CheckpointError> {
         let (run, deep) = (self.run(), self.deep_resume);
-        let valid = match before {
-            Some(step) => run.latest_valid_before(step, deep).await,
+        let valid = match damaged {
+            Some(newer) => run.latest_valid_before(newer.step, deep).await,
             None => run.latest_valid(deep).await,
         };
         let valid = match valid {
@@ -358,19 +360,14 @@ impl CheckpointManager {
             }
             valid => valid.map_err(plugin)?,
         };
-        match (&valid.step, valid.skipped.first()) {
+        match (&valid.step, valid.skipped.first().or(damaged)) {
             // A new start would overwrite checkpoints that can be saved by hand.
             (None, Some(first)) => {
                 let message = format!(
-                    "no checkpoint of the run {:?} is valid; of the newest, {}: {}",
-                    self.url, first.name, first.problem
-                );
-                Err(CheckpointError::NotACheckpoint { message })
-            }
-            (None, None) if before.is_some() => {
-                let message = format!(
-                    "no checkpoint of the run {:?} can be loaded: all are damaged",
-                    without_secrets(&self.url)
+                    "no checkpoint of the run {:?} is valid; {}: {}",
+                    without_secrets(&self.url),
+                    first.name,
+                    first.problem
                 );
                 Err(CheckpointError::NotACheckpoint { message })
             }

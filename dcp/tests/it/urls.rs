@@ -189,3 +189,27 @@ fn the_next_save_of_any_kind_returns_the_error_of_a_background_save() {
         assert!(is_saved, "the save after it");
     }
 }
+
+#[test]
+fn a_process_alone_that_holds_a_part_of_a_tensor_is_refused() {
+    let storage = MemoryStorage::new();
+    let checkpointer = checkpointer(&storage, false);
+    let half = || checkpointer.save(&state(1, 0, 2), "mem://half");
+    let error = half().blocking().unwrap_err().to_string();
+    assert!(error.contains("saves alone and holds") && error.contains("\"sharded\""), "{error}");
+    assert!(half().background().and_then(|save| save.blocking()).is_err());
+    assert!(checkpointer.load(&mut blank(0, 2), "mem://half").blocking().is_err());
+    let allowed = checkpointer.clone().allow_parts(true);
+    allowed.save(&state(1, 0, 2), "mem://half").blocking().unwrap();
+    let mut mine = blank(0, 2);
+    checkpointer.load(&mut mine, "mem://half").blocking().unwrap();
+    assert_eq!(step_of(&mine), 1);
+}
+
+#[test]
+fn a_scheme_that_the_build_leaves_out_names_its_feature() {
+    let error = dcp::load(&mut StateDict::new(), "abfss://c@a/x").blocking().unwrap_err();
+    let said = dcp::core::error::error_chain(&error);
+    let is_built = cfg!(feature = "azure");
+    assert!(is_built || said.contains("with the feature \"azure\""), "{said}");
+}

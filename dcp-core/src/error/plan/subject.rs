@@ -13,6 +13,7 @@ impl PlanError {
             | Self::Disagreement { fqn, .. }
             | Self::Untrue { fqn, .. }
             | Self::Lost { fqn, .. }
+            | Self::AlonePart { fqn, .. }
             | Self::Repeated { fqn, .. }
             | Self::OutOfBounds { fqn, .. }
             | Self::Overlap { fqn, .. }
@@ -56,6 +57,7 @@ impl PlanError {
             | Self::Disagreement { fqn, .. }
             | Self::Untrue { fqn, .. }
             | Self::Lost { fqn, .. }
+            | Self::AlonePart { fqn, .. }
             | Self::Repeated { fqn, .. }
             | Self::OutOfBounds { fqn, .. }
             | Self::Overlap { fqn, .. }

@@ -209,29 +209,41 @@ impl KeepBest {
     ///
     /// ```
     /// use dcp_checkpoint::run::KeepBest;
-    /// assert!(KeepBest::is_loss("eval_loss") && KeepBest::is_loss("val/perplexity"));
-    /// assert!(!KeepBest::is_loss("accuracy") && !KeepBest::is_loss("glossary_f1"));
+    /// let losses = ["eval_loss", "valLoss", "val/perplexity", "cross-entropy", "bits_per_byte", "wer2"];
+    /// assert!(losses.iter().all(|metric| KeepBest::is_loss(metric)));
+    /// assert!(!KeepBest::is_loss("accuracy") && !KeepBest::is_loss("f1"));
     /// ```
     #[must_use]
     pub fn is_loss(metric: &str) -> bool {
-        const NAMES: [&str; 14] = [
-            "loss",
-            "losses",
-            "perplexity",
+        const NAMES: [&str; 19] = [
             "ppl",
+            "ppx",
             "nll",
             "bpb",
+            "bpc",
             "error",
             "err",
+            "errors",
             "wer",
             "cer",
             "mse",
             "mae",
             "rmse",
-            "crossentropy",
+            "mape",
+            "ce",
+            "bce",
+            "kl",
+            "fid",
+            "likelihood",
         ];
-        let mut words = metric.split(|c: char| !c.is_ascii_alphanumeric());
-        words.any(|word| NAMES.iter().any(|name| word.eq_ignore_ascii_case(name)))
+        // Without what joins words: `valLoss`, `cross_entropy`, `bits_per_byte`. A name that is none of a loss
+        // costs its user an option, and a loss that is not recognized the best checkpoint.
+        const PARTS: [&str; 5] = ["loss", "perplexity", "entropy", "bitsper", "divergence"];
+        let joined: String = metric.chars().filter(|c| c.is_ascii_alphabetic()).collect();
+        let joined = joined.to_ascii_lowercase();
+        let mut words = metric.split(|c: char| !c.is_ascii_alphabetic());
+        PARTS.iter().any(|part| joined.contains(part))
+            || words.any(|word| NAMES.iter().any(|name| word.eq_ignore_ascii_case(name)))
     }
 }
 

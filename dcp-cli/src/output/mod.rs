@@ -133,17 +133,21 @@ impl<W: Write> Write for JsonText<W> {
 }
 
 /// Where events of the libraries go: stderr, with what a terminal would act on escaped.
+///
+/// A stderr that is closed or full loses them. As an error, tracing-subscriber would print it to stderr,
+/// which panics there.
 pub(crate) struct Log;
 
 impl Write for Log {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let text = String::from_utf8_lossy(bytes);
-        io::stderr().write_all(guarded(&text, false).as_bytes())?;
+        let _ = io::stderr().write_all(guarded(&text, false).as_bytes());
         Ok(bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        io::stderr().flush()
+        let _ = io::stderr().flush();
+        Ok(())
     }
 }
 
@@ -152,7 +156,7 @@ pub(crate) struct NoteLog;
 
 impl Write for NoteLog {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        io::stderr().write_all(b"note: ")?;
+        let _ = io::stderr().write_all(b"note: ");
         Log.write(bytes)
     }
 

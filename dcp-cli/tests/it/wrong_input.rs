@@ -271,3 +271,16 @@ fn a_configuration_that_is_no_json_is_a_wrong_option_and_no_damage() {
         }
     }
 }
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_log_that_cannot_be_written_is_lost_and_ends_no_command() {
+    let ranks = fixtures().join("../rank_local/stale_replicated").display().to_string();
+    for flags in [&["-v"][..], &["-vv"], &[]] {
+        let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let mut inspect = command();
+        inspect.args(flags).args(["inspect", &ranks]).stderr(full);
+        let status = inspect.stdout(Stdio::null()).status().unwrap();
+        assert_eq!(status.code(), Some(0), "{flags:?}");
+    }
+}

@@ -498,9 +498,3 @@ pub enum PlanError {
     #[error("{}", list(.0))]
     Many(Vec<PlanError>),
 }
-
-impl From<RegionError> for PlanError {
-    fn from(error: RegionError) -> Self {
-        Self::InvalidRegion { fqn: None, error: Box::new(error) }
-    }
-}

@@ -1,6 +1,7 @@
 //! Which tensor, object or name a [`PlanError`] is about.
 
 use super::PlanError;
+use crate::region::RegionError;
 
 impl PlanError {
     /// The tensor, object or name that it is about, where it is about one.
@@ -91,6 +92,12 @@ impl PlanError {
             _ => {}
         }
         self
+    }
+}
+
+impl From<RegionError> for PlanError {
+    fn from(error: RegionError) -> Self {
+        Self::InvalidRegion { fqn: None, error: Box::new(error) }
     }
 }
 

@@ -24,11 +24,13 @@ const LINKS_MAX: usize = 10_000;
 /// The endings of files of checkpoints. Links to other files, such as a tokenizer, are in many folders.
 const ENDINGS: [&str; 8] =
     [".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".metadata", ".index.json"];
+/// The middle of the names of indexes of variants: `model.safetensors.index.fp16.json`.
+const INDEX: &str = ".safetensors.index.";
 
 impl Opener {
     /// The first file of a checkpoint in the folder at a URL, or below it, that is a link which is refused.
     pub(crate) async fn refused_link(&self, uri: &str) -> Option<StorageError> {
-        let links = links(local_path(uri)?);
+        let links = self.links(local_path(uri)?);
         if links.is_empty() {
             return None;
         }
@@ -45,7 +47,7 @@ impl Opener {
     /// All links of a run that are refused, in its own folder or in those of its steps.
     pub(crate) async fn refused_links(&self, uri: &str) -> UnreadFiles {
         let mut refused = UnreadFiles::new();
-        let links = local_path(uri).map(links).unwrap_or_default();
+        let links = local_path(uri).map(|root| self.links(root)).unwrap_or_default();
         let mut folders: BTreeMap<&str, Vec<(&Key, &str)>> = BTreeMap::new();
         for link in &links {
             let (folder, name) = link.as_str().split_once('/').unwrap_or(("", link.as_str()));
@@ -65,32 +67,41 @@ impl Opener {
         }
         refused
     }
-}
 
-/// The links in a folder and below it whose names are those of files of a checkpoint. Links to folders are
-/// not followed.
-fn links(root: &Path) -> Vec<Key> {
-    let (mut found, mut open, mut left) = (Vec::new(), vec![root.to_path_buf()], ENTRIES_MAX);
-    while let Some(folder) = open.pop() {
-        // What cannot be listed here cannot be listed by the storage, which says so.
-        let Ok(entries) = fs::read_dir(&folder) else { continue };
-        for entry in entries.flatten() {
-            left = match left.checked_sub(1) {
-                Some(left) if found.len() < LINKS_MAX => left,
-                _ => return found,
-            };
-            let path = entry.path();
-            match entry.file_type() {
-                Ok(kind) if kind.is_dir() => open.push(path),
-                Ok(kind) if kind.is_symlink() => {
-                    let name = path.strip_prefix(root).ok().and_then(Path::to_str);
-                    let name = name.filter(|name| ENDINGS.iter().any(|end| name.ends_with(end)));
-                    found.extend(name.and_then(|name| Key::new(name).ok()));
+    /// The links in a folder and below it whose names are those of files of a checkpoint. Links to folders
+    /// are not followed.
+    fn links(&self, root: &Path) -> Vec<Key> {
+        // Such as the JSON of Megatron-Core and OLMo-core.
+        let landmarks = self.formats.formats().iter().flat_map(|one| one.info().landmarks);
+        let landmarks: Vec<_> = landmarks.filter(|name| name.ends_with(".json")).collect();
+        let is_of_checkpoint = |path: &str| {
+            let name = path.rsplit('/').next().unwrap_or(path);
+            name.contains(INDEX)
+                || ENDINGS.iter().any(|end| name.ends_with(end))
+                || landmarks.iter().any(|landmark| **landmark == name)
+        };
+        let (mut found, mut open, mut left) = (Vec::new(), vec![root.to_path_buf()], ENTRIES_MAX);
+        while let Some(folder) = open.pop() {
+            // What cannot be listed here cannot be listed by the storage, which says so.
+            let Ok(entries) = fs::read_dir(&folder) else { continue };
+            for entry in entries.flatten() {
+                left = match left.checked_sub(1) {
+                    Some(left) if found.len() < LINKS_MAX => left,
+                    _ => return found,
+                };
+                let path = entry.path();
+                match entry.file_type() {
+                    Ok(kind) if kind.is_dir() => open.push(path),
+                    Ok(kind) if kind.is_symlink() => {
+                        let name = path.strip_prefix(root).ok().and_then(Path::to_str);
+                        let name = name.filter(|name| is_of_checkpoint(name));
+                        found.extend(name.and_then(|name| Key::new(name).ok()));
+                    }
+                    _ => {}
                 }
-                _ => {}
             }
         }
+        found.sort();
+        found
     }
-    found.sort();
-    found
 }

@@ -10,7 +10,7 @@ use dcp_core::storage::{Claim, FolderEntry, ObjectMeta, StorageExt as _};
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
-use super::protect::examine_files;
+use super::protect::{examine_files, worth_keeping};
 use super::retention::duration_text;
 use super::sidecar::{DELETING, Mark, PIN, mark_deleting};
 use crate::held_target::CLAIMED;
@@ -202,7 +202,9 @@ impl Deletion<'_> {
             (Doomed::Deleting, whole) => match folder.file(DELETING) {
                 None => Some("nothing shows that its deletion began".to_owned()),
                 Some(meta) => {
-                    let mark = Mark::read(&**self.storage, meta).await?;
+                    let Some(mark) = Mark::read(&**self.storage, meta).await? else {
+                        return Ok(Some(format!("its {DELETING} is no mark of a deletion")));
+                    };
                     match whole {
                         Some(found) if mark.spares(found.format.info().name) => {
                             Some("it is complete".to_owned())
@@ -221,7 +223,10 @@ impl Deletion<'_> {
                 let age = folder.modified().and_then(|last| now.duration_since(last).ok());
                 let is_old = age.is_some_and(|age| age >= min_age);
                 let min = duration_text(min_age);
-                (!is_old).then(|| format!("a file of it is younger than {min}"))
+                match is_old {
+                    true => worth_keeping(self.storage, self.formats, name, files).await?,
+                    false => Some(format!("a file of it is younger than {min}")),
+                }
             }
         })
     }

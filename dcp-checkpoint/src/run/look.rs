@@ -4,8 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
-use dcp_convert::list_run;
-use dcp_convert::open::RunEntry;
+use dcp_convert::open::{RunEntry, list_run_without};
 use dcp_core::error::error_chain;
 use dcp_core::format::{Listing, Place};
 use dcp_core::storage::{FolderEntry, ObjectMeta};
@@ -21,7 +20,9 @@ use super::sidecar::{Sidecars, names_folder, read_at_most, read_state};
 use super::{Run, RunStep, StepNaming};
 
 /// The longest file that names a checkpoint of the run, in bytes.
-pub(super) const POINTER_BYTES_MAX: u64 = 4096;
+pub(super) const POINTER_BYTES_MAX: u64 = 64 << 10;
+/// The longest text whose numbers may be steps though it is no JSON, in bytes.
+const SHORT_BYTES: usize = 256;
 /// Files of the run that are read because they may name a checkpoint.
 const POINTERS_MAX: usize = 64;
 
@@ -53,7 +54,9 @@ pub(super) struct Seen {
 impl Run {
     /// The checkpoints, in ascending order of steps, and all else.
     pub(super) async fn look(&self, storage: &Arc<dyn Storage>) -> Result<Look, StorageError> {
-        let listing = list_run(storage, &self.opener.formats).await?;
+        // As `ls` lists it: a link that the reader of a step refuses makes the step unknown.
+        let refused = self.opener.refused_links(&self.url).await;
+        let listing = list_run_without(storage, &self.opener.formats, &refused).await?;
         let (mut files, mut folders) = (Vec::new(), BTreeSet::new());
         let mut root = storage.list_folder(None);
         while let Some(entry) = root.try_next().await? {
@@ -66,7 +69,7 @@ impl Run {
             }
         }
         let tracked = self.tracked(storage, files.clone()).await?;
-        let mut pointers = pointers(&**storage, &files).await?;
+        let (mut pointers, unread) = pointers(&**storage, &files).await?;
         let mut links = match storage.capabilities().complete_listing {
             true => Links::default(),
             false => links(&self.url).await?,
@@ -80,6 +83,7 @@ impl Run {
         };
         let special: Vec<_> = links.special.iter().filter(is_of_run).map(special_note).collect();
         notes.all.extend(special);
+        notes.all.extend(unread);
         for note in &notes.all {
             if let Best::Paths(paths) = &note.best {
                 pointers.extend(paths.iter().map(|best| Pointer::file(&note.file, best.clone())));
@@ -101,7 +105,10 @@ impl Run {
             let entry = entries.get(name);
             let is_tracked = tracked.as_ref() == Some(name);
             let named_by = pointers.iter().filter(|pointer| pointer.names(name, step));
-            let named_by: Vec<_> = named_by.map(Pointer::clause).collect();
+            let mut named_by: Vec<_> = named_by.map(Pointer::clause).collect();
+            let leading = links.leading.get(name);
+            named_by.extend(leading.map(|link| format!("the link {link:?} leads to it")));
+            let outward = links.outward.get(name);
             let linked = links.steps.get(name).cloned().unwrap_or_default();
             let empty = links.empty.get(name).copied();
             async move {
@@ -116,6 +123,14 @@ impl Run {
                     seen.best = best_of(&notes);
                     seen.step.named_by = named_by;
                     seen.linked = linked;
+                    if let (Some(false), false, Some(link)) =
+                        (seen.step.complete, seen.step.deleting, outward)
+                    {
+                        // What is missing may be behind the link.
+                        seen.step.complete = None;
+                        seen.step.problem =
+                            Some(format!("{link:?} is a link that is not followed"));
+                    }
                     seen
                 });
                 Ok::<_, StorageError>((seen, notes))
@@ -132,6 +147,9 @@ impl Run {
             StepOrder::Step.compare(key(a), key(b))
         });
         let is_step = |name: &str| steps.iter().any(|one| one.step.name == name);
+        let no_steps = links.steps.iter().filter(|(folder, _)| !is_step(folder));
+        let led_to: Vec<_> =
+            no_steps.flat_map(|(folder, to)| to.iter().map(move |step| (step, folder))).collect();
         let is_pointer = |name: &str| {
             let is_note = notes.all.iter().any(|note| note.file == name);
             is_note || pointers.iter().any(|pointer| pointer.file == name)
@@ -140,6 +158,11 @@ impl Run {
         let others = folders.iter().map(String::as_str).filter(|name| !is_step(name));
         let others = others.chain(files.filter(|name| !is_pointer(name)));
         let others = others.map(ToOwned::to_owned).collect();
+        for one in &mut steps {
+            let folder = led_to.iter().find(|(step, _)| **step == one.step.name);
+            let clause = folder.map(|(_, folder)| format!("links in {folder:?} lead into it"));
+            one.step.named_by.extend(clause);
+        }
         Ok(Look { steps, others, notes })
     }
 
@@ -177,12 +200,15 @@ impl Pointer {
         Self { file, text, is_link: true }
     }
 
-    /// Whether it names the folder of this name, or its step alone.
+    /// Whether it names the folder of this name, or its step as a number: `10`, or `{"step": 10}`. A long text
+    /// that is no JSON, such as a log, has numbers of other kinds.
     fn names(&self, name: &str, step: u64) -> bool {
         let text = self.text.trim();
-        let is_number =
-            !self.is_link && !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-        is_number && text.parse() == Ok(step) || names_folder(text, name)
+        let has_numbers = !self.is_link && (text.len() <= SHORT_BYTES || text.starts_with('{'));
+        let is_part = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_' | '.' | '=');
+        let is_step =
+            |word: &str| word.bytes().all(|b| b.is_ascii_digit()) && word.parse() == Ok(step);
+        has_numbers && text.split(|c| !is_part(c)).any(is_step) || names_folder(text, name)
     }
 
     fn clause(&self) -> String {
@@ -199,21 +225,52 @@ pub(crate) fn is_pointer(name: &str) -> bool {
     ["latest", "last", "best"].iter().any(|word| name.starts_with(word))
 }
 
-/// The files of a run that may name a checkpoint.
+/// Whether a file of that name is text that may name a checkpoint: `latest`, `best.json`, but not the weights
+/// `best_model.pt` or the log `latest.log`.
+pub(super) fn is_text(name: &str) -> bool {
+    const ENDINGS: [&str; 5] = ["json", "txt", "yaml", "yml", "toml"];
+    name.rsplit_once('.').is_none_or(|(_, ending)| {
+        let is_number = !ending.is_empty() && ending.bytes().all(|byte| byte.is_ascii_digit());
+        is_number || ENDINGS.iter().any(|known| ending.eq_ignore_ascii_case(known))
+    })
+}
+
+/// The files of a run that may name a checkpoint, and a note of each that cannot be read and may name any. Small
+/// files of other names are read as well, and are ignored where they are no text.
 async fn pointers(
     storage: &dyn Storage,
     files: &[ObjectMeta],
-) -> Result<Vec<Pointer>, StorageError> {
-    let mut found = Vec::new();
-    let is_small =
-        |file: &&ObjectMeta| is_pointer(file.key.file_name()) && file.byte_len <= POINTER_BYTES_MAX;
-    for file in files.iter().filter(is_small).take(POINTERS_MAX) {
-        let text = read_at_most(storage, Some(file.clone()), POINTER_BYTES_MAX).await?;
-        if let Some(text) = text.as_deref().and_then(|text| std::str::from_utf8(text).ok()) {
-            found.push(Pointer::file(file.key.file_name(), text.to_owned()));
+) -> Result<(Vec<Pointer>, Vec<Note>), StorageError> {
+    let (mut found, mut unread) = (Vec::new(), Vec::new());
+    let mut note = |file: &ObjectMeta, problem: String| {
+        let (file, best) = (file.key.to_string(), Best::Unclear(problem));
+        unread.push(Note { file, of_step: None, step: None, written: None, best });
+    };
+    let named = files.iter().filter(|file| is_pointer(file.key.file_name()));
+    let (texts, others): (Vec<_>, Vec<_>) = named.partition(|file| is_text(file.key.file_name()));
+    let count = texts.len();
+    if let Some(file) = texts.get(POINTERS_MAX) {
+        note(file, format!("is one of {count} such files, of which dcp reads {POINTERS_MAX}"));
+    }
+    let others = others.into_iter().filter(|file| file.byte_len <= POINTER_BYTES_MAX);
+    for file in texts.into_iter().chain(others).take(POINTERS_MAX) {
+        if file.byte_len > POINTER_BYTES_MAX {
+            let (len, max) = (file.byte_len, POINTER_BYTES_MAX >> 10);
+            note(file, format!("is {len} bytes long, and dcp reads at most {max} KiB"));
+            continue;
+        }
+        let Some(text) = read_at_most(storage, Some(file.clone()), POINTER_BYTES_MAX).await? else {
+            continue;
+        };
+        match String::from_utf8(text) {
+            Ok(text) => found.push(Pointer::file(file.key.file_name(), text)),
+            Err(_) if is_text(file.key.file_name()) => {
+                note(file, "is no text in UTF-8".to_owned());
+            }
+            Err(_) => {}
         }
     }
-    Ok(found)
+    Ok((found, unread))
 }
 
 /// Whether a file or folder of that name is the last checkpoint of Lightning.

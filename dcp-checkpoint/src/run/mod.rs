@@ -17,6 +17,7 @@ mod recorded;
 mod retention;
 mod schedule;
 mod sidecar;
+mod state_files;
 mod step_name;
 
 use std::collections::BTreeMap;

@@ -10,6 +10,7 @@ use dcp_core::format::{Examined, FormatRegistry, Listing, Place};
 use dcp_core::storage::ObjectMeta;
 use dcp_core::text::Quoted;
 use dcp_core::{Key, Storage, StorageError};
+use dcp_formats::hf::model_is_whole;
 use futures_util::{StreamExt, TryStreamExt, stream};
 
 use super::look::{Look, Seen};
@@ -18,6 +19,7 @@ use super::order::{StepOrder, describe, disagreement};
 use super::prune::PrunePlan;
 use super::retention::{Decision, Retention};
 use super::sidecar::names_folder;
+use super::state_files::{latest_problem, unusable};
 use crate::error::{Error, ErrorKind, Reasons};
 use crate::index_files::is_whole;
 
@@ -34,13 +36,21 @@ pub(super) async fn examine(
     let complete = steps.iter_mut().filter(|one| one.step.is_complete());
     let examined = complete.map(|one| async move {
         match look_at(storage, formats, &one.step.name).await {
-            Ok(found) => {
+            Ok((found, files)) => {
                 if let Some(description) = found.unsupported {
                     one.step.complete = None;
                     one.step.problem = Some(format!("it {description}"));
                 } else if found.problem.is_some() {
                     one.step.complete = if found.opens { None } else { Some(false) };
                     one.step.problem = found.problem;
+                }
+                let (storage, name) = (&**storage, &one.step.name);
+                let unusable = unusable(storage, name, &files).await?;
+                one.state_files.retain(|file| !unusable.contains(&**file));
+                let latest = latest_problem(storage, name, &files).await?;
+                if let (Some(true), Some(problem)) = (one.step.complete, latest) {
+                    one.step.complete = None;
+                    one.step.problem = Some(problem);
                 }
             }
             Err(error) if error.is_retryable() => return Err(error),
@@ -56,8 +66,8 @@ pub(super) async fn examine(
     stream::iter(examined).buffer_unordered(parallelism).try_collect().await
 }
 
-/// Counts a checkpoint as unknown that lacks a file of the trainer's state which all complete ones before
-/// it have: a save that died between two files leaves what no format can tell from a whole checkpoint.
+/// Counts a checkpoint as unknown that lacks a file which a resume needs and all complete ones before it
+/// have: a save that died between two files leaves what no format can tell from a whole checkpoint.
 /// `steps` are in the order in which newer ones come later.
 pub(super) fn compare_with_older(steps: &mut [&mut Seen]) {
     let mut common: BTreeMap<&'static str, BTreeSet<String>> = BTreeMap::new();
@@ -68,7 +78,8 @@ pub(super) fn compare_with_older(steps: &mut [&mut Seen]) {
         };
         if let Some(file) = older.difference(&one.state_files).next() {
             one.step.complete = None;
-            let problem = format!("it lacks {file:?}, which the complete ones before it have");
+            let problem =
+                format!("it has no usable {file:?}, which the complete ones before it have");
             one.step.problem = Some(problem);
         } else {
             older.retain(|file| one.state_files.contains(file));
@@ -80,10 +91,11 @@ async fn look_at(
     storage: &Arc<dyn Storage>,
     formats: &FormatRegistry,
     name: &str,
-) -> Result<Examined, StorageError> {
+) -> Result<(Examined, Vec<ObjectMeta>), StorageError> {
     let listed = storage.list(Some(&Key::new(name)?));
     let files: Vec<_> = listed.take(Listing::OBJECTS_MAX).try_collect().await?;
-    examine_files(storage, formats, name, &files).await
+    let found = examine_files(storage, formats, name, &files).await?;
+    Ok((found, files))
 }
 
 /// Examines the checkpoint in the folder `name`, which has these files, as the only one of its run.
@@ -102,6 +114,37 @@ pub(super) async fn examine_files(
         true => examine_checkpoint(formats, &*found.format, &place.below(name)?).await,
         false => Ok(Examined::new(found.found.problem)),
     }
+}
+
+/// Why what is left of a save, in the folder `name` with these files, is worth more than the space that it takes:
+/// whole weights beside a damaged file, or another whole checkpoint inside, which is no part of this one.
+pub(super) async fn worth_keeping(
+    storage: &Arc<dyn Storage>,
+    formats: &FormatRegistry,
+    name: &str,
+    files: &[ObjectMeta],
+) -> Result<Option<String>, StorageError> {
+    let place = Place::folder(storage, Listing::new(files.iter().cloned()));
+    if model_is_whole(&place.below(name)?).await? {
+        return Ok(Some("its model is whole".to_owned()));
+    }
+    let root = place.listing().root();
+    let mut folders: Vec<_> = root.folder(name).into_iter().collect();
+    while let Some(folder) = folders.pop() {
+        for inner in folder.folders().filter(|inner| !formats.owns(&folder, inner.name())) {
+            let found = formats.classify(&inner).filter(|found| found.found.is_checkpoint());
+            if let Some(found) = found.filter(is_whole) {
+                let place = place.below(inner.path())?;
+                let examined = examine_checkpoint(formats, &*found.format, &place).await?;
+                if examined.problem.is_none() || examined.opens || model_is_whole(&place).await? {
+                    let inner = Quoted(inner.path());
+                    return Ok(Some(format!("{inner} in it is a whole checkpoint")));
+                }
+            }
+            folders.push(inner);
+        }
+    }
+    Ok(None)
 }
 
 /// Fails where nothing must be deleted: a policy compares a metric that no checkpoint has, numbers and

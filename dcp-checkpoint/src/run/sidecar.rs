@@ -11,11 +11,11 @@ use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::TryStreamExt;
 use serde::{Deserialize, Serialize};
 
-use super::StepNaming;
 use super::lightning::{LIGHTNING_STATE, LightningState};
 use super::links::Special;
 use super::notes::{Best, Note};
 use super::recorded::{TRAINER_STATE, TrainerState, own_metrics};
+use super::state_files::compared_name;
 
 /// A checkpoint with this file is pinned.
 pub(super) const PIN: &str = ".dcp-pin";
@@ -25,6 +25,8 @@ pub(super) const METRICS: &str = ".dcp-metrics.json";
 pub(super) const DELETING: &str = ".dcp-deleting";
 
 const PIN_TEXT: &str = "Retention policies and `dcp prune` keep this checkpoint.\n";
+/// The note in the mark of a deletion, by which a file is known as one.
+const MARK_NOTE: &str = "this checkpoint is being deleted; `dcp prune` finishes it";
 /// The longest mark of a deletion that is read, in bytes.
 const MARK_BYTES_MAX: u64 = 64 << 10;
 /// Files of the state of Lightning in one folder that are read.
@@ -48,7 +50,7 @@ pub(super) struct Sidecars {
     pub(super) identity: Option<u64>,
     /// Why the trainer's state cannot be read, so that a resume may fail.
     pub(super) unreadable_state: Option<String>,
-    /// The files of the trainer's state besides weights: paths with `#` in place of each number.
+    /// The files that a resume needs besides weights; see [`compared_name`].
     pub(super) state_files: BTreeSet<String>,
 }
 
@@ -71,7 +73,7 @@ pub(super) struct Mark {
 impl Mark {
     /// The mark of a deletion of `files`, which is about to begin.
     pub(super) fn new(format: &str, files: &[ObjectMeta]) -> Self {
-        let note = "this checkpoint is being deleted; `dcp prune` finishes it".to_owned();
+        let note = MARK_NOTE.to_owned();
         let files = files.iter().filter(|file| file.key.file_name() != DELETING);
         let newest = files.map(|file| file.modified).max().flatten();
         let since = newest.and_then(|newest| newest.duration_since(UNIX_EPOCH).ok());
@@ -79,19 +81,20 @@ impl Mark {
         Self { format: format.to_owned(), note, newest_ns, written: None }
     }
 
-    /// Reads the mark in a folder. One that cannot be parsed is a mark all the same.
+    /// Reads the mark in a folder; `None` for a file that no deletion wrote. It is written as a whole, and an empty
+    /// file or one of another program does not show that a deletion began.
     pub(super) async fn read(
         storage: &dyn Storage,
         meta: &ObjectMeta,
-    ) -> Result<Self, StorageError> {
+    ) -> Result<Option<Self>, StorageError> {
         let len = meta.byte_len.min(MARK_BYTES_MAX);
         let json = match storage.read_range(&meta.key, 0..len).await {
             Ok(json) => json,
-            Err(error) if error.kind() == StorageErrorKind::NotFound => Default::default(),
+            Err(error) if error.kind() == StorageErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error),
         };
-        let mark = serde_json::from_slice::<Self>(&json).unwrap_or_default();
-        Ok(Self { written: meta.modified, ..mark })
+        let mark = serde_json::from_slice::<Self>(&json).ok().filter(|mark| mark.note == MARK_NOTE);
+        Ok(mark.map(|mark| Self { written: meta.modified, ..mark }))
     }
 
     /// Whether a file in the folder was written after the deletion began, by a save. So it is where that
@@ -110,9 +113,9 @@ impl Mark {
 
     /// Whether a checkpoint of this format, which is complete, has lost nothing yet: the first file
     /// that a deletion removes makes it incomplete. What is left may be a checkpoint of another
-    /// format.
+    /// format. A folder that was of no format when its deletion began has become a checkpoint since.
     pub(super) fn spares(&self, format: &str) -> bool {
-        self.format == format
+        self.format.is_empty() || self.format == format
     }
 }
 
@@ -163,19 +166,16 @@ impl Sidecars {
         drop(listed);
         let relative = |file: &ObjectMeta| {
             let path = file.key.as_str().get(folder.as_str().len() + 1..)?;
-            let (parent, name) = path.rsplit_once('/').unwrap_or(("", path));
-            // A run inside is not needed for a resume.
-            let is_inner = parent.contains('/')
-                || name.ends_with(".metadata") && StepNaming::step_of(parent).is_some();
-            (!is_inner && is_state(name)).then(|| without_numbers(path))
+            compared_name(path, file.byte_len)
         };
         found.state_files = files.iter().filter_map(relative).collect();
         found.modified = files.iter().filter_map(|file| file.modified).max();
         if !storage.capabilities().complete_listing {
             found.identity = identity(folder, &mut files);
         }
-        if let Some(meta) = mark {
-            let mark = Mark::read(storage, &meta).await?;
+        if let Some(meta) = mark
+            && let Some(mark) = Mark::read(storage, &meta).await?
+        {
             found.saved_again = files.iter().any(|file| mark.is_older_than(file));
             found.deleting = Some(mark);
         }
@@ -251,28 +251,6 @@ impl Sidecars {
         }
         Ok(found)
     }
-}
-
-/// Whether a resume needs a file of that name besides the weights: `optimizer.pt`, `rng_state_0.pth`, the
-/// index of an optimizer's own DCP checkpoint.
-fn is_state(name: &str) -> bool {
-    let is_weights = ["model", "pytorch_model", "consolidated"];
-    let is_weights = is_weights.iter().any(|start| name.starts_with(start));
-    let endings = [".pt", ".pth", ".pkl", ".bin", ".ckpt", ".metadata"];
-    name == TRAINER_STATE || !is_weights && endings.iter().any(|ending| name.ends_with(ending))
-}
-
-/// A path with `#` in place of each number, as steps of a run differ in numbers.
-fn without_numbers(path: &str) -> String {
-    let mut text = String::with_capacity(path.len());
-    for c in path.chars() {
-        match c {
-            '0'..='9' if text.ends_with('#') => {}
-            '0'..='9' => text.push('#'),
-            c => text.push(c),
-        }
-    }
-    text
 }
 
 /// Whether a folder of that name is on a path, which text of a file, or a link has: as a whole component

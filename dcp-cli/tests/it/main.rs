@@ -34,6 +34,8 @@ mod one_answer;
 mod overlap;
 mod plugins;
 mod prune;
+#[cfg(unix)]
+mod prune_keeps;
 mod quantized;
 mod ranks;
 mod ranks_bucket;

@@ -147,7 +147,10 @@ pub(super) async fn examine_index_file(
 }
 
 /// Reads an index; what is wrong with it is the predicate of a sentence.
-async fn read(place: &Place, meta: &ObjectMeta) -> Result<Result<IndexFile, String>, StorageError> {
+pub(super) async fn read(
+    place: &Place,
+    meta: &ObjectMeta,
+) -> Result<Result<IndexFile, String>, StorageError> {
     let bytes = place.storage().read_range(&meta.key, 0..meta.byte_len).await?;
     Ok(match IndexFile::parse(&bytes) {
         Ok(index) if index.weight_map.is_empty() && !index.is_delta => {

@@ -28,6 +28,7 @@ mod replaced;
 mod sidecar_files;
 mod single;
 mod variants;
+mod whole_model;
 mod write;
 
 pub(crate) use crate::safetensors::ENDING;
@@ -46,6 +47,7 @@ pub use quantized::{
 pub use rank_writer::{HfRankWriter, HfRankWriterBuilder};
 pub use reader::{HfReader, HfReaderBuilder};
 pub use sidecar_files::{CONFIG_ASIDE, CONFIG_NAME};
+pub use whole_model::model_is_whole;
 pub use write::{
     ChosenFolder, HfWriteOptions, HfWritten, choose_folder, file_byte_lens, prepare_folder,
     refuse_existing, write_folder,

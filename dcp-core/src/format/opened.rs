@@ -62,11 +62,17 @@ impl OpenOptions {
         self
     }
 
-    /// The same, to load into the memory of a trainer, on every rank of a group where it is
-    /// `in_group`.
+    /// The same, to load into the memory of a trainer or not.
     #[must_use]
-    pub fn with_load(mut self, in_group: bool) -> Self {
-        (self.for_load, self.in_group) = (true, in_group);
+    pub fn with_for_load(mut self, for_load: bool) -> Self {
+        self.for_load = for_load;
+        self
+    }
+
+    /// The same, on every rank of a group or on one.
+    #[must_use]
+    pub fn with_in_group(mut self, in_group: bool) -> Self {
+        self.in_group = in_group;
         self
     }
 

@@ -106,7 +106,8 @@ impl Checkpointer {
         if let Some(make) = &self.reader {
             return Ok(Opened::Any(make(storages.open(url, Access::Read).await?)));
         }
-        let options = OpenOptions::default().with_load(self.group.is_some());
+        let options =
+            OpenOptions::default().with_for_load(true).with_in_group(self.group.is_some());
         let opened = self.formats.open_url(&storages, url, &options).await?;
         for note in &opened.notes {
             tracing::warn!(url = %without_secrets(url), "{note}");

@@ -8,15 +8,16 @@
 //!
 //! A file of another kind passes. To call it damaged would have `prune --incomplete` delete it.
 
+use std::collections::HashSet;
 use std::fmt;
 
 use dcp_core::format::Place;
 use dcp_core::storage::{ObjectMeta, StorageExt as _};
 use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
-use serde::Deserialize;
-use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 
+use crate::header_claims::HeaderClaims;
+use crate::hf::{IndexedTensors, indexed_tensors};
 use crate::safetensors::{ENDING, PREFIX_LEN, header_len};
 use crate::torch_save::{FILE_ENDINGS, check_stream, is_torch_save};
 use crate::torch_zip::{ParseStep, Sparse, check_end};
@@ -50,8 +51,9 @@ impl fmt::Display for IncompleteFile {
 }
 
 /// Finds the files of safetensors and `torch.save` at `place` and below that were cut short, have bytes
-/// after their end, were never written, or are pointers of Git LFS. Reads headers and directories, no
-/// tensor; at most 4096 files. Files that are [known](Place::known_files) are skipped.
+/// after their end, were never written, or are pointers of Git LFS, and files of safetensors whose tensors
+/// overlap, leave gaps, or are not those that the index in the folder places there. Reads headers and
+/// directories, no tensor; at most 4096 files. Files that are [known](Place::known_files) are skipped.
 ///
 /// # Errors
 ///
@@ -65,23 +67,29 @@ pub async fn incomplete_files(place: &Place) -> Result<Vec<IncompleteFile>, Stor
             named.filter(|meta| !place.is_known(&meta.key)).take(FILES_MAX).cloned().collect()
         }
     };
-    incomplete_among(storage, &files, place.file().is_some()).await
+    let tensors = match place.file() {
+        None if !files.is_empty() => indexed_tensors(place).await?,
+        _ => IndexedTensors::default(),
+    };
+    incomplete_among(storage, &files, place.file().is_some(), &tensors).await
 }
 
 /// The first of these files that is incomplete, as a sentence.
 pub(crate) async fn first_incomplete(
     storage: &dyn Storage,
     files: &[ObjectMeta],
+    tensors: &IndexedTensors,
 ) -> Result<Option<String>, StorageError> {
-    Ok(incomplete_among(storage, files, false).await?.first().map(ToString::to_string))
+    Ok(incomplete_among(storage, files, false, tensors).await?.first().map(ToString::to_string))
 }
 
 async fn incomplete_among(
     storage: &dyn Storage,
     files: &[ObjectMeta],
     by_content: bool,
+    tensors: &IndexedTensors,
 ) -> Result<Vec<IncompleteFile>, StorageError> {
-    let looks: Vec<_> = files.iter().map(|meta| look(storage, meta, by_content)).collect();
+    let looks: Vec<_> = files.iter().map(|meta| look(storage, meta, by_content, tensors)).collect();
     let parallelism = usize::from(storage.capabilities().parallelism.max(1));
     let found: Vec<_> = stream::iter(looks).buffered(parallelism).try_collect().await?;
     Ok(found.into_iter().flatten().collect())
@@ -151,8 +159,9 @@ async fn look(
     storage: &dyn Storage,
     meta: &ObjectMeta,
     by_content: bool,
+    tensors: &IndexedTensors,
 ) -> Result<Option<IncompleteFile>, StorageError> {
-    let problem = problem(storage, meta, by_content).await?;
+    let problem = problem(storage, meta, by_content, tensors).await?;
     Ok(problem.map(|problem| IncompleteFile { file: meta.key.clone(), problem }))
 }
 
@@ -161,6 +170,7 @@ async fn problem(
     storage: &dyn Storage,
     meta: &ObjectMeta,
     by_content: bool,
+    tensors: &IndexedTensors,
 ) -> Result<Option<String>, StorageError> {
     let (key, byte_len) = (&meta.key, meta.byte_len);
     if byte_len == 0 {
@@ -174,7 +184,7 @@ async fn problem(
         return Ok(Some(problem.to_owned()));
     }
     if key.file_name().ends_with(ENDING) && !(by_content && is_torch_save(&head)) {
-        return safetensors_problem(storage, meta, &head).await;
+        return safetensors_problem(storage, meta, &head, tensors).await;
     }
     if head.starts_with(b"PK\x03\x04") {
         let start = byte_len.saturating_sub(TAIL_BYTES);
@@ -196,6 +206,7 @@ async fn safetensors_problem(
     storage: &dyn Storage,
     meta: &ObjectMeta,
     head: &[u8],
+    tensors: &IndexedTensors,
 ) -> Result<Option<String>, StorageError> {
     let prefix = head.get(..PREFIX_LEN as usize).unwrap_or(head);
     let json_len = match header_len(prefix, meta.byte_len) {
@@ -203,61 +214,21 @@ async fn safetensors_problem(
         Err(error) => return Ok(Some(format!("has no whole header: {}", error.problem()))),
     };
     let json = storage.read_range(&meta.key, PREFIX_LEN..PREFIX_LEN + json_len).await?;
-    let DataEnd(end) = match serde_json::from_slice(&json) {
-        Ok(end) => end,
+    let mut placed = tensors.of_file(&meta.key);
+    let claims = match HeaderClaims::read(&json, &mut |name| placed.see(name)) {
+        Ok(claims) => claims,
         Err(error) => return Ok(Some(format!("has no whole header: {error}"))),
     };
-    let needed = PREFIX_LEN.saturating_add(json_len).saturating_add(end);
+    let needed = PREFIX_LEN.saturating_add(json_len).saturating_add(claims.end);
     let found = meta.byte_len;
-    Ok((needed != found).then(|| format!("has {found} bytes, its header needs {needed}")))
-}
-
-/// The end of the last tensor of a safetensors header, in bytes from the end of the header. Nothing else
-/// is kept of it, and nothing else is checked: dtypes that are new today do not make a file incomplete.
-struct DataEnd(u64);
-
-#[derive(Deserialize)]
-struct Ranges {
-    #[serde(default)]
-    data_offsets: Option<(u64, u64)>,
-}
-
-/// A tensor, or the strings of `__metadata__`, which may be `null`.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum Item {
-    Tensor(Ranges),
-    Other(IgnoredAny),
-}
-
-impl<'de> Deserialize<'de> for DataEnd {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Items;
-
-        impl<'de> Visitor<'de> for Items {
-            type Value = DataEnd;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object of tensors")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<DataEnd, A::Error> {
-                let mut end = 0;
-                while let Some(name) = map.next_key::<String>()? {
-                    if name == "__metadata__" {
-                        map.next_value::<IgnoredAny>()?;
-                        continue;
-                    }
-                    if let Item::Tensor(Ranges { data_offsets: Some((_, last)) }) =
-                        map.next_value()?
-                    {
-                        end = last.max(end);
-                    }
-                }
-                Ok(DataEnd(end))
-            }
-        }
-
-        deserializer.deserialize_map(Items)
+    if needed != found {
+        return Ok(Some(format!("has {found} bytes, its header needs {needed}")));
     }
+    if claims.problem.is_some() || !placed.lacks_any() {
+        return Ok(claims.problem);
+    }
+    let mut names = HashSet::new();
+    // It was read before.
+    let again = HeaderClaims::read(&json, &mut |name| _ = names.insert(name.to_owned()));
+    Ok(again.ok().and_then(|_| placed.problem(&names)))
 }

@@ -25,6 +25,7 @@ mod expansion;
 mod folder_contents;
 mod formats;
 mod headed_file;
+mod header_claims;
 pub mod hf;
 pub mod incomplete_files;
 mod leftovers;

@@ -68,6 +68,7 @@ impl CheckpointAudit for HfReader {
         let closed = of([FindingKind::MissingFile, FindingKind::Header]);
         facts.unread_files = closed.filter_map(|finding| finding.file.clone()).collect();
         let unfinished = of([FindingKind::MissingIndex, FindingKind::Unfinished]);
+        let unfinished = unfinished.chain(of([FindingKind::Index; 2]));
         facts.unfinished = unfinished.map(|finding| finding.message.clone()).collect();
         Ok(facts)
     }

@@ -26,6 +26,8 @@ pub enum FindingKind {
     MissingFile,
     /// The index that the file names imply does not exist.
     MissingIndex,
+    /// The index cannot be read.
+    Index,
     /// A writer died while it replaced the model.
     Unfinished,
     /// The header of a file cannot be read.

@@ -9,6 +9,7 @@ use dcp_core::{Key, StorageError, StorageErrorKind};
 use super::ENDING;
 use super::complete::series;
 use super::index_file::{INDEX_NAME, IndexFile, NAMES_NOTHING};
+use super::indexed_tensors::IndexedTensors;
 use super::other_program::IS_DELTA;
 use super::variants::{IndexName, without_variants};
 use crate::dcp::EXAMINED_INDEX_MAX;
@@ -30,11 +31,8 @@ pub(super) async fn examine_indexes(place: &Place) -> Result<Examined, StorageEr
         if meta.byte_len >= EXAMINED_INDEX_MAX {
             return Ok(Examined::default());
         }
-        let single = index.single();
         let read = read(place, meta).await?;
-        let is_ignored = folder.has(&single)
-            && !read.as_ref().is_ok_and(|read| read.files().any(|file| file.as_str() == single));
-        if is_ignored {
+        if is_ignored(&folder, index, read.as_ref().ok()) {
             continue;
         }
         let read = match read {
@@ -80,6 +78,32 @@ pub(super) async fn examine_indexes(place: &Place) -> Result<Examined, StorageEr
     Ok(Examined::default())
 }
 
+/// Whether loaders prefer the model in one file to this index.
+fn is_ignored(folder: &Folder<'_>, name: &IndexName<'_>, index: Option<&IndexFile>) -> bool {
+    let single = name.single();
+    let names_it = index.is_some_and(|index| index.files().any(|file| file.as_str() == single));
+    folder.has(&single) && !names_it
+}
+
+/// The tensors that the indexes of a folder place in its files. Indexes that cannot be read are left to
+/// [`examine_indexes`]; all together have at most [`EXAMINED_INDEX_MAX`] bytes.
+pub(crate) async fn indexed_tensors(place: &Place) -> Result<IndexedTensors, StorageError> {
+    let folder = place.listing().root();
+    let (mut tensors, mut left) = (IndexedTensors::default(), EXAMINED_INDEX_MAX);
+    let all = folder.files().filter_map(|(name, meta)| Some((IndexName::parse(name)?, meta)));
+    for (name, meta) in all.take(INDEXES_MAX).collect::<Vec<_>>() {
+        let Some(rest) = left.checked_sub(meta.byte_len) else { break };
+        left = rest;
+        if let Ok(index) = read(place, meta).await?
+            && !index.is_delta
+            && !is_ignored(&folder, &name, Some(&index))
+        {
+            tensors.add(&meta.key, index);
+        }
+    }
+    Ok(tensors)
+}
+
 /// Whether a folder has variants of a model, and the model itself is whole: what is wrong with the folder is
 /// wrong with a variant, and loaders open the model.
 ///
@@ -96,17 +120,16 @@ pub async fn main_model_is_whole(place: &Place) -> Result<bool, StorageError> {
     }
     let metas = main.iter().filter_map(|key| place.listing().get(key).cloned());
     let metas: Vec<_> = metas.collect();
-    if first_incomplete(&**place.storage(), &metas).await?.is_some() {
-        return Ok(false);
-    }
-    match folder.file(INDEX_NAME) {
+    let is_there = match folder.file(INDEX_NAME) {
         // Of a series without an index nothing says which tensors it has.
-        None => Ok(main.iter().all(|key| series(key.file_name()).is_none())),
-        Some(meta) => Ok(match read(place, meta).await? {
+        None => main.iter().all(|key| series(key.file_name()).is_none()),
+        Some(meta) => match read(place, meta).await? {
             Ok(index) => index.files().all(|file| folder.has(file.as_str())),
             Err(_) => false,
-        }),
-    }
+        },
+    };
+    let tensors = indexed_tensors(place).await?;
+    Ok(is_there && first_incomplete(&**place.storage(), &metas, &tensors).await?.is_none())
 }
 
 fn has_variant_index(folder: &Folder<'_>) -> bool {
@@ -143,7 +166,9 @@ pub(super) async fn examine_index_file(
             Err(error) => return Err(error),
         }
     }
-    Ok(Examined::new(first_incomplete(&**storage, &found).await?))
+    let mut tensors = IndexedTensors::default();
+    tensors.add(file, read);
+    Ok(Examined::new(first_incomplete(&**storage, &found, &tensors).await?))
 }
 
 /// Reads an index; what is wrong with it is the predicate of a sentence.

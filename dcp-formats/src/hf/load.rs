@@ -18,6 +18,7 @@ use super::merge::{FileHeader, merge};
 use super::other_program::IS_DELTA;
 use super::variants::{IndexName, has_variant, target_of, variant_of_index, without_variants};
 use crate::folder_contents::files_in;
+use crate::incomplete_files::{LFS_PROBLEM, is_pointer_file};
 use crate::safetensors::INDEX_ENDING;
 use crate::safetensors::read_image;
 
@@ -100,7 +101,7 @@ pub(super) async fn load(
     };
     let target = chosen.as_ref().unwrap_or(target);
     let single = matches!(target, Target::File(_));
-    let files = files(storage, target).await?;
+    let files = files(storage, target, tolerant).await?;
     let reads: Vec<_> = files.keys.iter().map(|key| header(&**storage, key)).collect();
     let parallelism = usize::from(storage.capabilities().parallelism.max(1));
     let headers: Vec<_> = stream::iter(reads).buffered(parallelism).try_collect().await?;
@@ -131,7 +132,11 @@ pub(super) async fn load(
     })
 }
 
-async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, CheckpointError> {
+async fn files(
+    storage: &Arc<dyn Storage>,
+    target: &Target,
+    tolerant: bool,
+) -> Result<Files, CheckpointError> {
     let folder = match target {
         Target::File(key) => return Ok(Files::of(vec![key.clone()])),
         Target::Index(key) => return indexed(&**storage, key.clone()).await,
@@ -144,7 +149,10 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
         let found = indexed(&**storage, index.clone()).await;
         let is_named = |files: &Files| files.keys.contains(&single);
         if found.as_ref().is_ok_and(is_named) || !storage.contains(&single).await? {
-            return found;
+            return match found {
+                Err(error) if tolerant => beside_index(&**storage, folder, &index, error).await,
+                found => found,
+            };
         }
         let folder = index.as_str().strip_suffix(INDEX_NAME).unwrap_or_default();
         let findings = replacement(&**storage, folder).await?.into_iter().collect();
@@ -170,7 +178,12 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
     let (indexes, keys): (Vec<_>, Vec<_>) =
         names.into_iter().partition(|key| key.as_str().ends_with(INDEX_ENDING));
     match &*indexes {
-        [one] => return indexed(&**storage, one.clone()).await,
+        [one] => {
+            return match indexed(&**storage, one.clone()).await {
+                Err(error) if tolerant => beside_index(&**storage, folder, one, error).await,
+                found => found,
+            };
+        }
         [first, second, ..] => {
             let problem = format!("{first:?} and {second:?} are both here: read one by its name");
             return Err(FormatError::new("safetensors folder", problem).into());
@@ -200,6 +213,28 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
     findings.extend(replacement(&**storage, &prefix).await?);
     findings.extend(unfinished(&**storage, &prefix).await?);
     Ok(Files { keys, index: None, variants, findings, notes })
+}
+
+/// The files of a folder whose index cannot be read, with that as a finding: each of them has its own header.
+async fn beside_index(
+    storage: &dyn Storage,
+    folder: Option<&Key>,
+    index: &Key,
+    error: CheckpointError,
+) -> Result<Files, CheckpointError> {
+    let CheckpointError::Format(error) = error else { return Err(error) };
+    let names = names(storage, folder, false).await?.unwrap_or_default();
+    let keys = names.into_iter().filter(|key| key.as_str().ends_with(ENDING)).collect();
+    let (keys, variants) = without_variants(keys);
+    if keys.is_empty() {
+        return Err(error.into());
+    }
+    let message = match is_pointer_file(storage, index).await? {
+        true => format!("the index {LFS_PROBLEM}"),
+        false => format!("bad {}: {}", error.what(), error.problem()),
+    };
+    let finding = Finding::new(FindingKind::Index, message).within(index);
+    Ok(Files { variants, findings: vec![finding], ..Files::of(keys) })
 }
 
 /// The safetensors files and indexes of a folder, sorted, without those in subfolders. With

@@ -16,6 +16,7 @@ mod finding;
 mod format;
 mod index_file;
 mod indexed_files;
+mod indexed_tensors;
 mod layout;
 mod load;
 mod merge;
@@ -37,11 +38,13 @@ pub use complete::UNFINISHED_NAME;
 pub use finding::{Finding, FindingKind};
 pub use format::HuggingFaceFormat;
 pub use index_file::{INDEX_NAME, IndexFile};
+pub(crate) use indexed_files::indexed_tensors;
 pub use indexed_files::main_model_is_whole;
+pub(crate) use indexed_tensors::IndexedTensors;
 pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES, SINGLE_NAME};
 pub use pending_folder::PendingFolder;
 pub use quantized::{
-    BLOCK, E2M1, QuantScheme, Quantized, config_with_dtype, config_without_quantization,
+    BLOCK, E2M1, GIVE_SIZE, QuantScheme, Quantized, config_with_dtype, config_without_quantization,
     configured_block, configured_method, find_quantized, names_scales,
 };
 pub use rank_writer::{HfRankWriter, HfRankWriterBuilder};

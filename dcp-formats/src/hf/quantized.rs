@@ -66,6 +66,9 @@ pub enum QuantScheme {
     },
 }
 
+/// How the message ends of scales that do not fit the size of blocks.
+pub const GIVE_SIZE: &str = "give the size of the blocks";
+
 /// The block-scaled weights of a model: all weights that have scales. `block` is the block size of
 /// 8-bit weights.
 ///
@@ -151,7 +154,7 @@ fn block_scaled(
     if scales.shape != expected {
         return Err(format!(
             "it has shape {}, but for blocks of {rows} × {cols} a weight of shape {} has scales \
-             of {expected}: give the size of the blocks",
+             of {expected}: {GIVE_SIZE}",
             scales.shape, weight.shape
         ));
     }

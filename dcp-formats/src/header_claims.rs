@@ -1,0 +1,140 @@
+//! What a safetensors header claims of its data, read without keeping the header.
+
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+
+/// Where the tensors of a header lie. Dtypes and shapes are not looked at: dtypes that are new today do not
+/// make a file incomplete.
+#[derive(Debug)]
+pub(crate) struct HeaderClaims {
+    /// The end of the last tensor, in bytes from the end of the header.
+    pub(crate) end: u64,
+    /// Why the tensors do not follow each other without a gap, as the predicate of a sentence about the file.
+    pub(crate) problem: Option<String>,
+}
+
+impl HeaderClaims {
+    /// Reads the JSON text of a header; `on_tensor` gets the name of each tensor. What stays in memory are 16
+    /// bytes for each tensor.
+    pub(crate) fn read(
+        json: &[u8],
+        on_tensor: &mut dyn FnMut(&str),
+    ) -> Result<Self, serde_json::Error> {
+        let mut deserializer = serde_json::Deserializer::from_slice(json);
+        let ranges = Items { on_tensor }.deserialize(&mut deserializer)?;
+        deserializer.end()?;
+        Ok(Self::of(ranges))
+    }
+
+    /// The rule of the library: in the order of their offsets, each tensor begins at the end of the one before.
+    fn of(mut ranges: Vec<(u64, u64)>) -> Self {
+        ranges.sort_unstable();
+        let last = ranges.iter().map(|(_, end)| *end).max().unwrap_or(0);
+        let (mut end, mut problem) = (0, None);
+        for (start, next) in ranges {
+            if start > next {
+                problem = Some(format!(
+                    "has a tensor that ends at byte {next}, before its start {start}"
+                ));
+            } else if start < end {
+                problem = Some(format!(
+                    "has two tensors that share bytes: one begins at byte {start} of the data, and the one \
+                     before ends at {end}"
+                ));
+            } else if start > end {
+                problem = Some(format!("has no tensor at the bytes {end}..{start} of the data"));
+            }
+            if problem.is_some() {
+                break;
+            }
+            end = next;
+        }
+        Self { end: last, problem }
+    }
+}
+
+#[derive(Deserialize)]
+struct Ranges {
+    #[serde(default)]
+    data_offsets: Option<(u64, u64)>,
+}
+
+/// A tensor, or another value, which is none.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Item {
+    Tensor(Ranges),
+    Other(IgnoredAny),
+}
+
+struct Items<'a> {
+    on_tensor: &'a mut dyn FnMut(&str),
+}
+
+impl<'de> DeserializeSeed<'de> for Items<'_> {
+    type Value = Vec<(u64, u64)>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Items<'_> {
+    type Value = Vec<(u64, u64)>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut ranges = Vec::new();
+        while let Some(name) = map.next_key::<String>()? {
+            if name == "__metadata__" {
+                map.next_value::<IgnoredAny>()?;
+                continue;
+            }
+            if let Item::Tensor(Ranges { data_offsets: Some(range) }) = map.next_value()? {
+                (self.on_tensor)(&name);
+                ranges.push(range);
+            }
+        }
+        Ok(ranges)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claims(ranges: &[(u64, u64)]) -> HeaderClaims {
+        let tensors = ranges.iter().enumerate();
+        let tensors = tensors.map(|(n, (start, end))| {
+            format!(r#""t{n}":{{"dtype":"NEW","shape":[],"data_offsets":[{start},{end}]}}"#)
+        });
+        let tensors: Vec<_> = tensors.collect();
+        let json = format!(r#"{{"__metadata__":null,{}}}  "#, tensors.join(","));
+        let mut names = Vec::new();
+        let claims = HeaderClaims::read(json.as_bytes(), &mut |name| names.push(name.to_owned()));
+        assert_eq!(names.len(), ranges.len());
+        claims.unwrap()
+    }
+
+    #[test]
+    fn tensors_follow_each_other_in_any_order_of_the_header() {
+        let found = claims(&[(8, 16), (0, 8), (16, 16), (16, 20)]);
+        assert_eq!((found.end, found.problem), (20, None));
+        for (ranges, said) in [
+            (&[(0, 8), (4, 12)][..], "share bytes: one begins at byte 4"),
+            (&[(0, 8), (12, 16)], "no tensor at the bytes 8..12"),
+            (&[(4, 8)], "no tensor at the bytes 0..4"),
+            (&[(0, 8), (8, 4)], "ends at byte 4"),
+        ] {
+            let problem = claims(ranges).problem.unwrap();
+            assert!(problem.contains(said), "{problem}");
+        }
+        assert!(HeaderClaims::read(b"[]", &mut |_| {}).is_err());
+        assert!(HeaderClaims::read(b"{} x", &mut |_| {}).is_err());
+    }
+}

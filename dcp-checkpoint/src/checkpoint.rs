@@ -151,13 +151,18 @@ impl Checkpoint {
         Ok(None)
     }
 
-    /// What the names of a step say that has its index, and not the file that is written last, as one of
-    /// OLMo-core may. The reader of the index does not see it.
-    pub(crate) fn lost_commit(&self) -> Option<String> {
+    /// What the format of a step says that has its index, and not the file that is written last, as one of
+    /// OLMo-core may, or not all of that file. The reader of the index does not see it.
+    pub(crate) async fn lost_commit(&self) -> Result<Option<String>, Error> {
         if !self.is_folder || self.step_uri == self.place {
-            return None;
+            return Ok(None);
         }
-        self.opener.formats.classify(&self.step.listing().root())?.found.problem
+        let found = self.opener.formats.classify(&self.step.listing().root());
+        let Some(found) = found else { return Ok(None) };
+        match found.found.problem {
+            Some(problem) => Ok(Some(problem)),
+            None => Ok(found.format.examine(&self.step).await?.problem),
+        }
     }
 
     /// What there was to say when it was opened.

@@ -159,7 +159,7 @@ impl Conversion<'_> {
         same_sources(job, work, &[&checkpoint]).await?;
         destination.keep_apart(&checkpoint).await?;
         if !matches!(format, Format::Safetensors | Format::HuggingFace) {
-            refuse_unfinished(&checkpoint)?;
+            refuse_unfinished(&checkpoint).await?;
         }
         let source = self.optimizer.apply(&checkpoint, &selection, job, &mut notes).await?;
         let source = match self.dequantize {
@@ -207,13 +207,13 @@ impl Conversion<'_> {
 }
 
 /// Refuses to make something that looks whole of a checkpoint whose save did not finish.
-pub(crate) fn refuse_unfinished(checkpoint: &Checkpoint) -> Result<(), Error> {
+pub(crate) async fn refuse_unfinished(checkpoint: &Checkpoint) -> Result<(), Error> {
     match &checkpoint.unfinished {
         Some(unfinished) => {
             let message = format!("{:?} {}", checkpoint.uri, unfinished.description);
             Err(Error::new(ErrorKind::Unfinished, message).with_hint(unfinished.remedy.clone()))
         }
-        None => match checkpoint.lost_commit() {
+        None => match checkpoint.lost_commit().await? {
             Some(problem) => {
                 let message = format!("{:?} is not whole: {problem}", checkpoint.uri);
                 Err(Error::new(ErrorKind::Unfinished, message).with_hint(

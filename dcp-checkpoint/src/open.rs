@@ -54,6 +54,13 @@ impl Opener {
                 if let (Need::Whole, Some(pointer)) = (self.need, opened.unfetched_data().await?) {
                     return Err(not_fetched(uri, &pointer));
                 }
+                // A reader of the folder does not see the file, and takes what is there for all.
+                if self.need == Need::Whole
+                    && opened.is_folder
+                    && let Some(refused) = self.refused_link(&opened.step_uri).await
+                {
+                    return Err(cannot_read(uri, refused));
+                }
                 Ok(Checkpoint { notes: notes.into_said(), ..opened })
             }
             Err(error) => Err(self.unfetched(uri, &error).await.unwrap_or(error)),

@@ -143,7 +143,7 @@ impl Resharding<'_> {
         let work = work.option("optimizer", &(self.optimizer, self.optimizer_layout));
         same_sources(&self.job, work, &[&checkpoint]).await?;
         keep_apart(&checkpoint, self.destination.uri(), Shape::Folder).await?;
-        refuse_unfinished(&checkpoint)?;
+        refuse_unfinished(&checkpoint).await?;
         let (destination, job) = (self.destination()?, &self.job);
         let all = self.optimizer.apply(&checkpoint, &selection, job, &mut notes).await?;
         let all = with_layout(all, self.optimizer_layout, job).await?;

@@ -162,6 +162,15 @@ fn a_step_of_olmo_without_its_commit_is_not_whole_for_any_command() {
     let verified = dcp(["verify", &uri]);
     assert!(verified.code == 1 && verified.stdout.contains(said), "{}", verified.stdout);
     dcp(["copy", &uri, &target]).fails(1, &["not a whole checkpoint", said]);
+    let target = path(&run, "converted");
+    let convert = ["convert", &uri, &target, "--to", "dcp"];
+    dcp(convert).fails(1, &[said]);
+    for text in ["", "\0\0\0\0", "{\"ephemeral\":", LFS] {
+        fs::write(step.join(".metadata.json"), text).unwrap();
+        assert_eq!(dcp(["verify", &uri]).code, 1, "{text:?}");
+        dcp(convert).fails(1, &["is not whole", ".metadata.json"]);
+        assert!(!run.path().join("converted").exists(), "{text:?}");
+    }
 }
 
 #[test]
@@ -229,9 +238,26 @@ fn a_link_that_a_reader_refuses_is_named_by_every_command() {
             dcp([command, &step]).fails(2, &[file, "symbolic link", "--follow-links"]);
             dcp([command, &step, "--follow-links"]).ok();
         }
+        let (target, refused) =
+            (path(&folder, "target"), [file, "symbolic link", "--follow-links"]);
+        dcp(["convert", &step, &target, "--to", "dcp"]).fails(2, &refused);
+        dcp(["stats", &step]).fails(2, &refused);
         let own = dcp(["ls", &step]).ok();
         assert!(own.contains("symbolic link"), "{own}");
     }
+    // Of a model without an index, the shards that are there look like all.
+    let ranks = run.join("checkpoint-3");
+    copy("../hf/sharded_2r/ckpt", &ranks);
+    let mut shards: Vec<_> = fs::read_dir(&ranks).unwrap().map(|one| one.unwrap().path()).collect();
+    shards.retain(|shard| shard.extension().is_some_and(|ending| ending == "safetensors"));
+    shards.sort();
+    let (last, moved) = (shards.last().unwrap(), folder.path().join("shard"));
+    fs::rename(last, &moved).unwrap();
+    symlink(&moved, last).unwrap();
+    let (step, target) = (path(&folder, "run/checkpoint-3"), path(&folder, "target"));
+    let refused = ["shard-", "symbolic link", "--follow-links"];
+    dcp(["convert", &step, &target, "--to", "dcp"]).fails(2, &refused);
+    assert!(!Path::new(&target).exists());
     let listing = dcp(["ls", &uri, "--json", "--follow-links"]).json();
     let entries = listing["entries"].as_array().unwrap();
     assert!(entries.iter().all(|entry| entry["complete"] == true), "{listing}");
@@ -256,8 +282,10 @@ fn a_damaged_tracker_or_manifest_is_no_whole_checkpoint_for_any_command() {
     }
     let step = run.path().join("iter_0000001");
     copy("../megatron/head020_basic_integrity/ckpt", &step);
-    fs::write(step.join("integrity.json"), "{\"algorithm\":").unwrap();
     let uri = step.display().to_string();
+    fs::write(step.join("integrity.json"), LFS).unwrap();
+    dcp(["inspect", &uri]).not_whole(&["integrity.json", "is a pointer of Git LFS"]);
+    fs::write(step.join("integrity.json"), "{\"algorithm\":").unwrap();
     assert_eq!(entry(&path(&run, ""), "iter_0000001")["complete"], false);
     dcp(["inspect", &uri]).not_whole(&["integrity.json"]);
     let verified = dcp(["verify", &uri]);

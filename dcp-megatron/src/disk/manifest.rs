@@ -14,6 +14,7 @@ use serde_json::Value as Json;
 use crate::disk::config::METADATA_JSON;
 use crate::disk::file_hashes::{INTEGRITY_FILE, hash, manifest};
 use dcp_core::digest::hex;
+use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
 
 /// A longer manifest than any: a million files, in bytes.
 const BYTES_MAX: u64 = 256 << 20;
@@ -40,6 +41,9 @@ impl Manifest {
     /// When it is no JSON object of an algorithm and hashes by name.
     pub fn parse(json: &[u8]) -> Result<Self, FormatError> {
         let bad = |problem: String| FormatError::new("integrity manifest", problem);
+        if is_lfs_pointer(json) {
+            return Err(bad(format!("it {LFS_PROBLEM}")));
+        }
         let json: Json = serde_json::from_slice(json).map_err(|error| bad(error.to_string()))?;
         let algorithm = json.get("algorithm").and_then(Json::as_str);
         let algorithm = algorithm.ok_or_else(|| bad("it has no \"algorithm\"".to_owned()))?;

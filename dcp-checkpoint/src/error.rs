@@ -466,7 +466,7 @@ impl From<MappingError> for Error {
 /// The family that a mapping's file is of, if it is built in.
 fn builtin(file: &str) -> Option<&str> {
     let family = file.strip_prefix("families/")?.strip_suffix(".toml")?;
-    Mapping::families().contains(&family).then_some(family)
+    Mapping::declaration(family).map(|_| family)
 }
 
 #[cfg(test)]

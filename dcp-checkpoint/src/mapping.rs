@@ -11,8 +11,8 @@ use dcp_core::metadata::Entry;
 use dcp_core::storage::StorageExt;
 use dcp_core::{DType, Key, StorageError};
 use dcp_mapping::{
-    Facts, LayerSpec, MapOptions, Mapped, Mapping, MappingReport, Padding, Recognition, Tying,
-    map_to_hf, map_to_megatron, recognize, recognize_config,
+    Facts, LayerSpec, MapOptions, Mapped, Mapping, MappingError, MappingReport, Padding,
+    Recognition, Tying, map_to_hf, map_to_megatron, recognize, recognize_config,
 };
 use dcp_megatron::MegatronArgs;
 use dcp_planner::KeyFilter;
@@ -184,7 +184,15 @@ impl MappingOptions {
             let facts = facts.with_padding(padding);
             let mut mapped = map_to_megatron(&source, &mapping, &facts, &how, job).await?;
             mapped.report.notes.splice(..0, notes);
-            mapped.report.notes.extend(untaken_differs(&mapped.report, &source, job).await?);
+            // Only a note: rank 0 of a group compares them.
+            let alone = job.of_coordinator();
+            let differs = untaken_that_differs(&mapped.report, &source, alone).await?;
+            mapped.report.notes.extend(differs.map(|(output, input)| {
+                format!(
+                    "{output:?}, which is left out, has other values than {input:?}: transformers \
+                     ignores them as the configuration ties the two; --untie keeps them"
+                )
+            }));
             return Ok(Named { source: mapped.source, config: None, report: Some(mapped.report) });
         }
         for (given, option, does) in [
@@ -224,7 +232,25 @@ impl MappingOptions {
             })?;
         }
         how.ignore_arguments = self.ignore_args || config.is_some();
-        let mut mapped = map_to_hf(&source, &mapping, &facts, &how, job).await?;
+        let mapped = map_to_hf(&source, &mapping, &facts, &how, job).await;
+        let mut mapped = mapped.map_err(|error| match (&error, mapping.program()) {
+            (MappingError::BadFact { .. }, Some(_)) => {
+                Error::from(error).with_kind(ErrorKind::InvalidOption).with_hint(
+                    "pass --config with the folder of this model, or correct its config.json",
+                )
+            }
+            _ => error.into(),
+        })?;
+        // Every rank of a group has to fail.
+        let alone = Some(job.of_one_rank());
+        if let Some((output, input)) = untaken_that_differs(&mapped.report, &source, alone).await? {
+            let message = format!(
+                "config.json has tie_word_embeddings true, and {output:?} has other values than \
+                 {input:?}: transformers would ignore them"
+            );
+            return Err(Error::new(ErrorKind::InvalidOption, message)
+                .with_hint("correct tie_word_embeddings in config.json"));
+        }
         let config = match (to, config) {
             (Format::HuggingFace, None) => Some(config_json(&mapping, &mut mapped)?),
             _ => None,
@@ -409,14 +435,14 @@ async fn config_of(opened: &Checkpoint, folder: Option<&Path>) -> Result<serde_j
     })
 }
 
-/// Says that an output embedding which is not taken differs from the input embedding to which the
-/// configuration ties it. Rank 0 of a group compares them.
-async fn untaken_differs(
+/// An output embedding that is not taken and differs from the input embedding to which the configuration
+/// ties it, and that one.
+async fn untaken_that_differs(
     report: &MappingReport,
     source: &Source,
-    job: &JobOptions,
-) -> Result<Option<String>, Error> {
-    let (Some((output, input)), Some(job)) = (&report.untaken, job.of_coordinator()) else {
+    job: Option<JobOptions>,
+) -> Result<Option<(Arc<str>, Arc<str>)>, Error> {
+    let (Some((output, input)), Some(job)) = (&report.untaken, job) else {
         return Ok(None);
     };
     let only = |fqn: &Arc<str>| {
@@ -427,12 +453,7 @@ async fn untaken_differs(
     let mut options = DiffOptions::default();
     (options.a, options.b) = (only(output), only(input));
     let differs = !dcp_convert::diff(source, source, &options, &job).await?.equal;
-    Ok(differs.then(|| {
-        format!(
-            "{output:?}, which is left out, has other values than {input:?}: transformers ignores them \
-             as the configuration ties the two; --untie keeps them"
-        )
-    }))
+    Ok(differs.then(|| (Arc::clone(output), Arc::clone(input))))
 }
 
 /// The configuration of the model that was made.

@@ -95,6 +95,8 @@ pub(crate) struct Rule {
     pub(crate) local: Option<usize>,
     pub(crate) op: Op,
     pub(crate) transpose: bool,
+    /// For each axis of the tensor, the settings of `config.json` whose product it is.
+    pub(crate) shape: Vec<Vec<String>>,
     pub(crate) optional: bool,
     pub(crate) layers: Layers,
     pub(crate) instead: Option<String>,

@@ -379,12 +379,12 @@ fn a_model_of_torchtitan_becomes_one_of_transformers_and_one_again() {
     }
     fs::write(&file, bytes).unwrap();
     fs::create_dir(at("config")).unwrap();
-    let config = json!({
+    let config_fields = json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8,
         "intermediate_size": 3, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1, "vocab_size": 7, "rope_theta": 500000.0,
     });
-    fs::write(at("config/config.json"), config.to_string()).unwrap();
+    fs::write(at("config/config.json"), config_fields.to_string()).unwrap();
     let (hf, config) = (at("hf"), at("config"));
     dcp(["convert", &file, &hf, "--to=hf", "--arch=torchtitan_llama"])
         .fails(2, &["a model of torchtitan says nothing about its heads", "--config DIR"]);
@@ -401,6 +401,37 @@ fn a_model_of_torchtitan_becomes_one_of_transformers_and_one_again() {
         rows[..4].iter().map(|row| (row - first) / 8.0).collect::<Vec<_>>(),
         [0.0, 2.0, 1.0, 3.0]
     );
+    for (setting, value, said) in [
+        ("vocab_size", json!(9), &["vocab_size is 9", "tok_embeddings.weight", "has 7"][..]),
+        ("intermediate_size", json!(4), &["intermediate_size is 4", "w1.weight", "has 3"]),
+        ("hidden_size", json!(16), &["hidden_size is 16", "has 8"]),
+        (
+            "num_key_value_heads",
+            json!(2),
+            &["num_key_value_heads * head_dim is 8", "wk.weight", "has 4"],
+        ),
+        ("tie_word_embeddings", json!(true), &["tie_word_embeddings", "output.weight"]),
+        ("attention_bias", json!(true), &["attention_bias is true", "no biases"]),
+        ("mlp_bias", json!(true), &["mlp_bias is true", "no biases"]),
+        ("model_type", json!("qwen2"), &["model_type is \"qwen2\""]),
+    ] {
+        let mut changed = config_fields.clone();
+        changed[setting] = value;
+        fs::write(at("config/config.json"), changed.to_string()).unwrap();
+        let failed = dcp([
+            "convert",
+            &file,
+            &at("refused"),
+            "--to=hf",
+            "--arch=torchtitan_llama",
+            "--config",
+            &config,
+        ]);
+        assert!([1, 2].contains(&failed.code), "{setting}: {}", failed.stderr);
+        let text = failed.stderr.replace("\n  ", " ");
+        assert!(said.iter().all(|said| text.contains(said)), "{setting}: {text}");
+        assert!(!folder.path().join("refused").exists(), "{setting}");
+    }
     let back = at("back");
     said(
         &dcp(["convert", &hf, &back, "--to=dcp", "--arch=torchtitan_llama"]),

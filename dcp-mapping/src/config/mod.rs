@@ -1,7 +1,7 @@
 //! Translates transformers' `config.json` to Megatron's arguments and back.
 
 pub(crate) mod incompatibilities;
-mod original_config;
+pub(crate) mod original_config;
 mod rope;
 mod run_config;
 mod yaml;

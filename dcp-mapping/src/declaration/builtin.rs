@@ -28,7 +28,11 @@ impl Mapping {
         }
         let unknown = || MappingError::UnknownFamily {
             name: name.to_owned(),
-            known: families::NAMES.to_vec(),
+            known: families::NAMES
+                .iter()
+                .copied()
+                .chain(families::PROGRAMS.iter().map(|(name, ..)| *name))
+                .collect(),
         };
         by_type.ok_or_else(unknown)
     }

@@ -13,6 +13,7 @@ use crate::mapping::{ConfigRules, Drop, Family, Layers, Mapping, Recognize, Rule
 use crate::template::{Hole, Template};
 
 mod repeat_rules;
+mod shape_rules;
 
 use repeat_rules::{CopyTable, RepeatTable};
 
@@ -106,6 +107,7 @@ struct RuleTable {
     axis: Option<usize>,
     sizes: Option<Spanned<Vec<String>>>,
     heads: Option<Spanned<String>>,
+    shape: Option<Spanned<Vec<String>>>,
     #[serde(default)]
     transpose: bool,
     #[serde(default)]
@@ -205,6 +207,9 @@ pub(crate) fn parse(text: &str, file: &str) -> Result<Mapping, MappingError> {
         group_score: parsed.config.group_score,
     };
     config.check().map_err(|problem| reader.error(&reader.find("[config"), problem))?;
+    for (rule, span) in rules.iter().zip(&rule_lines) {
+        reader.check_shape(rule, span, &config)?;
+    }
     let copies = parsed.copy.iter().map(|copy| reader.copied(copy, &rules));
     let copies = copies.collect::<Result<_, _>>()?;
     let drop = Drop { hf: parsed.drop.hf, megatron: parsed.drop.megatron };
@@ -303,6 +308,7 @@ impl Reader<'_> {
             hf,
             megatron,
             local,
+            shape: self.shape(table.shape.as_ref(), &op, table.transpose)?,
             op,
             transpose: table.transpose,
             optional: table.optional,

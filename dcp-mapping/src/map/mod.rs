@@ -5,6 +5,7 @@ mod compile;
 mod extra_state;
 pub(crate) mod options;
 mod resolve;
+mod stated_shapes;
 mod tensor_lookup;
 
 use std::collections::HashMap;
@@ -124,6 +125,7 @@ async fn map(
         shapes.complete(&mut known)?;
         unlike = crate::recognize::family_check::fit(mapping, &shapes, &mut known)?;
     }
+    let stated = facts;
     let mut facts = known.clone();
     // Only checkpoints of Megatron-Core stack layers, and have arguments and states of layers.
     let is_megatron = mapping.program().is_none() && direction == Direction::ToMegatron;
@@ -133,6 +135,7 @@ async fn map(
     }
     let options = &options;
     let resolved = Resolver::new(mapping, &metadata, &known, options, direction).resolve()?;
+    stated_shapes::check(mapping, &metadata, &resolved, stated)?;
     let compiler = Compiler {
         mapping,
         metadata: &metadata,

@@ -351,7 +351,9 @@ impl<'a> Resolver<'a> {
                 Ok(false)
             }
             (Tying::AsItIs, true)
-                if self.finder.direction == Direction::ToMegatron && tied == Some(true) =>
+                if tied == Some(true)
+                    && (self.finder.direction == Direction::ToMegatron
+                        || self.finder.mapping.program().is_some()) =>
             {
                 notes.push(format!(
                     "{:?} is left out: the configuration ties it to the input embedding",

@@ -25,6 +25,7 @@ fn all_that_come_along_are_read() {
     assert_eq!(Mapping::builtin("qwen3_moe").unwrap().title(), "Qwen3-MoE");
     let error = Mapping::builtin("bert").unwrap_err();
     assert!(error.to_string().contains("\"bert\"; there are llama, "), "{error}");
+    assert!(error.to_string().ends_with(", torchtitan_llama"), "{error}");
 }
 
 #[test]
@@ -42,6 +43,12 @@ fn every_mistake_has_its_line() {
         ("[[rule]]\nhf = [\"a\", \"c\"]\nmegatron = \"b\"", 4, "not 2"),
         ("[[rule]]\nhf = [\"a\", \"c\"]\nmegatron = \"b\"\nop = \"qkv\"", 7, "1 or 3"),
         ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\naxis = 1", 4, "takes no axis"),
+        ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\nshape = [\"x\"]", 4, "[config.fields] lacks"),
+        (
+            "[[rule]]\nhf = \"a\"\nmegatron = \"b\"\nop = \"vocab\"\nshape = [\"x\"]",
+            8,
+            "the same on both sides",
+        ),
         (
             "[[rule]]\nhf = [\"a\", \"c\"]\nmegatron = \"b\"\nop = \"concat\"\nsizes = [\"x\"]",
             8,

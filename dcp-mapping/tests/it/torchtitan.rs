@@ -180,7 +180,31 @@ fn what_is_no_model_of_torchtitan_is_refused() {
         to_hf_of(&safetensors(model), &mapping(), facts, &options).unwrap_err().to_string()
     };
     let error = fails(&model, &facts().with("num_attention_heads", 5).with("kv_channels", 4));
-    assert!(error.contains("24 rows are not those of 5 heads"), "{error}");
+    assert!(
+        error.contains("num_attention_heads * head_dim is 20: \"layers.0.attention.wq.weight\""),
+        "{error}"
+    );
+    // Shapes that transformers cannot load with these settings.
+    for (name, shape, said) in [
+        (
+            "layers.1.attention.wv.weight",
+            &[HEADS * HEAD, HIDDEN][..],
+            "num_key_value_heads * head_dim is 12",
+        ),
+        ("layers.0.feed_forward.w2.weight", &[3, HIDDEN], "hidden_size is 5"),
+        ("layers.1.ffn_norm.weight", &[HIDDEN - 1], "hidden_size is 5"),
+        ("norm.weight", &[HIDDEN, 1], "needs 1 axes"),
+        ("output.weight", &[9, HIDDEN], "vocab_size is 7"),
+    ] {
+        let mut other = model.clone();
+        other.insert(name.into(), weights(1, shape));
+        let error = fails(&other, &facts());
+        assert!(error.contains(said) && error.contains(name), "{name}: {error}");
+    }
+    for arg in ["add_qkv_bias", "add_bias_linear"] {
+        let error = fails(&model, &facts().with(arg, true));
+        assert!(error.contains("_bias is true") && error.contains("no biases"), "{error}");
+    }
     let error = fails(&model, &Facts::new());
     assert!(error.contains("num_attention_heads"), "{error}");
     let mut more = model.clone();

@@ -82,12 +82,16 @@ impl ExactTensors {
                 || SCALE_ENDINGS.iter().any(|ending| name.ends_with(ending))
                 || !name.ends_with("bias") && smaller(module)
         });
-        let names: Vec<&str> = exact.map(|(fqn, ..)| fqn).collect();
-        let scales = names.iter().find(|fqn| {
+        let exact: Vec<(&str, DType)> = exact.map(|(fqn, dtype, _)| (fqn, dtype)).collect();
+        let scales = exact.iter().find(|(fqn, dtype)| {
             let module = divided(fqn).0;
-            !packed.contains(*fqn) && (packed.contains(module) || modules.contains_key(module))
+            // Numbers of 64 bits and truth values are counts and masks.
+            !matches!(dtype, DType::Int64 | DType::UInt64 | DType::Bool)
+                && !packed.contains(fqn)
+                && (packed.contains(module) || modules.contains_key(module))
         });
-        let scales = scales.map(|fqn| (*fqn).to_owned());
+        let scales = scales.map(|(fqn, _)| (*fqn).to_owned());
+        let names: Vec<&str> = exact.into_iter().map(|(fqn, _)| fqn).collect();
         let mut owners: HashSet<&str> = HashSet::new();
         for (module, name) in names.iter().map(|fqn| divided(fqn)) {
             let is_scale = SCALE_ENDINGS.iter().any(|ending| name.ends_with(ending))
@@ -319,6 +323,19 @@ mod tests {
                 assert_eq!(found.is_quantized(fqn), is_of_it, "{scheme}: {fqn}");
             }
         }
+    }
+
+    #[test]
+    fn counts_beside_integers_are_no_scales() {
+        let found = |dtype| {
+            let tensors = [("l.w", DType::UInt32, &[8, 8][..]), ("l.n", dtype, &[8])];
+            ExactTensors::of(tensors).scales().map(str::to_owned)
+        };
+        assert_eq!(found(F32).as_deref(), Some("l.n"));
+        assert_eq!(
+            (found(DType::UInt64), found(DType::Int64), found(DType::Bool)),
+            Default::default()
+        );
     }
 
     #[test]

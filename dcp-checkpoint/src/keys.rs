@@ -111,7 +111,10 @@ impl Keys {
         job: &JobOptions,
         notes: &mut Notes,
     ) -> Result<(Source, usize), Error> {
-        let all = source.names().await?.len();
+        // What is excluded by name is not what --everything takes.
+        let everything = selection.clone().with_part(StatePart::Everything);
+        let names = source.names().await?;
+        let all = everything.of(&names).map_or(names.len(), |chosen| chosen.len());
         let source = selection.apply(source, job).await?;
         let taken = source.metadata().await?.len();
         if selection.part != StatePart::Model || taken >= all || self.part.is_some() {

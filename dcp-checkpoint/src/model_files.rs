@@ -12,6 +12,7 @@ use dcp_formats::hf::{
     CONFIG_ASIDE, CONFIG_NAME, HfLayout, INDEX_ENDING, config_with_dtype,
     config_without_quantization, names_scales,
 };
+use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
 use dcp_mapping::{Mapping, recognize_config};
 use futures_util::StreamExt as _;
 
@@ -196,6 +197,10 @@ pub(crate) fn parse_configuration(
 ) -> Result<serde_json::Map<String, serde_json::Value>, Error> {
     serde_json::from_slice(bytes).map_err(|error| {
         let path = folder.join(CONFIG_NAME).display().to_string();
+        if is_lfs_pointer(bytes) {
+            let message = format!("the configuration {path:?} {LFS_PROBLEM}");
+            return Error::new(ErrorKind::InvalidOption, message);
+        }
         let message = format!("the configuration {path:?} is no JSON object");
         Error::new(ErrorKind::InvalidOption, message)
             .because(error)

@@ -91,6 +91,7 @@ fn parse_block(text: &str) -> Result<[u64; 2], String> {
     let numbers = text.split_once('x').and_then(|(rows, columns)| {
         Some([rows.trim().parse().ok()?, columns.trim().parse().ok()?])
     });
+    let numbers = numbers.filter(|numbers: &[u64; 2]| !numbers.contains(&0));
     numbers.ok_or_else(|| format!("{text:?} is not a size such as 128x128"))
 }
 

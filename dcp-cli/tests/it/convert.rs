@@ -122,6 +122,12 @@ fn a_model_becomes_a_hugging_face_folder() {
     ];
     let run = dcp(convert);
     assert_eq!(run.stderr, "note: taking the model, 12 of 56 keys; --everything takes all\n");
+    // --everything does not take what is excluded.
+    let state = ["epoch", "lr_scheduler.*", "optimizer.*", "step"].map(|key| ["--exclude", key]);
+    let excluded = path(&folder, "excluded");
+    let excluding = ["convert", "fsdp2_adam_2r", &excluded, "--to=hf"];
+    let excluded = dcp(excluding.iter().chain(state.as_flattened()));
+    assert!(!excluded.stderr.contains("taking the model"), "{}", excluded.stderr);
     let mut names: Vec<_> = fs::read_dir(&target)
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())

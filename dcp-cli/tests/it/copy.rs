@@ -41,7 +41,7 @@ fn a_checkpoint_at_the_target_is_never_replaced() {
     let source = source.path().display().to_string();
     dcp(["copy", &source, &target]).ok();
     let files = fs::read_dir(&target).unwrap().count();
-    dcp(["copy", "tp_fsdp_2x2", &target]).fails(2, &["complete checkpoint"]);
+    dcp(["copy", "tp_fsdp_2x2", &target]).fails(2, &["checkpoints at the target"]);
     assert_eq!(fs::read_dir(&target).unwrap().count(), files);
     let extra = Path::new(&target).join("extra");
     fs::write(&extra, "").unwrap();
@@ -57,7 +57,7 @@ fn a_checkpoint_at_the_target_is_never_replaced() {
     fs::write(&data, bytes).unwrap();
     let before = fs::read(Path::new(&target).join("__0_0.distcp")).unwrap();
     let other = other.path().display().to_string();
-    dcp(["copy", &other, &target]).fails(2, &["__0_0.distcp", "complete checkpoint"]);
+    dcp(["copy", &other, &target]).fails(2, &["__0_0.distcp", "at the target"]);
     assert_eq!(fs::read(Path::new(&target).join("__0_0.distcp")).unwrap(), before);
 }
 
@@ -80,7 +80,8 @@ fn lengths_alone_do_not_make_another_checkpoint_the_same() {
     bytes[at] ^= 1;
     fs::write(&index, bytes).unwrap();
     let other = other.path().display().to_string();
-    dcp(["copy", &other, &target, "--lengths"]).fails(2, &[".metadata", "complete checkpoint"]);
+    dcp(["copy", &other, &target, "--lengths"])
+        .fails(2, &[".metadata", "a checkpoint at the target"]);
 }
 
 #[test]

@@ -235,7 +235,7 @@ fn a_copy_goes_on_with_a_run_that_has_grown() {
     };
     change("step-30/__0_0.distcp");
     fs::write(run.join("step-40"), "new").unwrap();
-    dcp(args).fails(2, &["step-30/__0_0.distcp", "complete checkpoint"]);
+    dcp(args).fails(2, &["step-30/__0_0.distcp", "a checkpoint at the target"]);
     change("step-20/__1_0.distcp");
     change("step-20/.metadata");
     let said = "3 files with other bytes: \"step-20/.metadata\", \"step-20/__1_0.distcp\", \"step-30/__0_0";

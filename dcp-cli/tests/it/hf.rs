@@ -155,7 +155,9 @@ fn quantized_weights_become_plain_numbers() {
     let file = path(&out, "plain.safetensors");
     let source = folder_of("quant_fp8_block");
     let convert = ["convert", &source, &file, "--dequantize", "f32"];
-    dcp(convert).fails(1, &["give the size of the blocks"]);
+    dcp(convert).fails(2, &["--block-size", "give the size of the blocks"]);
+    dcp(convert.iter().chain(&["--block-size", "2x2"])).fails(2, &["--block-size", "2 × 2"]);
+    dcp(convert.iter().chain(&["--block-size", "0x0"])).fails(2, &["128x128"]);
     dcp(convert.iter().chain(&["--block-size", "4x4"])).ok();
     assert_eq!(tensors(file.as_ref()), tensors(&expected("quant_fp8_block")));
     dcp(convert.iter().chain(&["--block-size", "4"])).fails(2, &["128x128"]);

@@ -270,6 +270,9 @@ fn a_configuration_that_is_no_json_is_a_wrong_option_and_no_damage() {
                 .fails(2, &[&format!("the configuration {file:?} is no JSON object")]);
         }
     }
+    fs::write(&file, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n").unwrap();
+    dcp(["-q", "convert", "t21_plain", &target, "--to", "hf", "--config", &config])
+        .fails(2, &["config.json", "is a pointer of Git LFS"]);
 }
 
 #[test]

@@ -415,7 +415,7 @@ fn other_checkpoint(key: &Key, all: &BTreeSet<Key>) -> StorageError {
     let error =
         StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key.clone()));
     if all.len() < 2 {
-        return error.with_message("a complete checkpoint at the target has it with other bytes");
+        return error.with_message("a checkpoint at the target has it with other bytes");
     }
     let shown: Vec<_> =
         all.iter().take(NAMES_MAX).map(|key| Quoted(key.as_str()).to_string()).collect();
@@ -425,7 +425,7 @@ fn other_checkpoint(key: &Key, all: &BTreeSet<Key>) -> StorageError {
     };
     let (count, shown) = (all.len(), shown.join(", "));
     error.with_message(format!(
-        "complete checkpoints at the target have {count} files with other bytes: {shown}{more}"
+        "checkpoints at the target have {count} files with other bytes: {shown}{more}"
     ))
 }
 

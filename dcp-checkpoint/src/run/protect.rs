@@ -6,13 +6,14 @@ use std::sync::Arc;
 
 use dcp_convert::open::examine_checkpoint;
 use dcp_core::error::error_chain;
-use dcp_core::format::{Examined, FormatRegistry, Listing, Place};
+use dcp_core::format::{Evidence, Examined, Folder, FormatRegistry, Listing, Place};
 use dcp_core::storage::ObjectMeta;
 use dcp_core::text::Quoted;
 use dcp_core::{Key, Storage, StorageError};
 use dcp_formats::hf::model_is_whole;
 use futures_util::{StreamExt, TryStreamExt, stream};
 
+use super::StepNaming;
 use super::look::{Look, Seen};
 use super::notes::Note;
 use super::order::{StepOrder, describe, disagreement};
@@ -23,6 +24,8 @@ use super::state_files::{latest_problem, unusable};
 use crate::error::{Error, ErrorKind, Reasons};
 use crate::index_files::is_whole;
 
+/// The beginning of the names of folders that have the state of an optimizer, without a model.
+const OPTIMIZER: &str = "optim";
 /// Checkpoints whose problems an error lists.
 const PROBLEMS_MAX: usize = 8;
 
@@ -129,11 +132,22 @@ pub(super) async fn worth_keeping(
         return Ok(Some("its model is whole".to_owned()));
     }
     let root = place.listing().root();
-    let mut folders: Vec<_> = root.folder(name).into_iter().collect();
+    let step = root.folder(name);
+    // Such as the model and the optimizer of accelerate.
+    let own = step.as_ref().and_then(|step| formats.classify(step));
+    let of_parts = own.filter(|own| own.found.evidence == Evidence::Run);
+    let of_parts = of_parts.map(|own| own.format.info().name);
+    let is_part =
+        |folder: &Folder<'_>, name: &str| name.starts_with(OPTIMIZER) || formats.owns(folder, name);
+    let mut folders: Vec<_> = step.into_iter().collect();
     while let Some(folder) = folders.pop() {
-        for inner in folder.folders().filter(|inner| !formats.owns(&folder, inner.name())) {
-            let found = formats.classify(&inner).filter(|found| found.found.is_checkpoint());
-            if let Some(found) = found.filter(is_whole) {
+        for inner in folder.folders().filter(|inner| !is_part(&folder, inner.name())) {
+            let found = formats.classify(&inner).filter(|found| {
+                let is_part = of_parts == Some(found.format.info().name)
+                    && StepNaming::step_of(inner.name()).is_none();
+                found.found.is_checkpoint() && is_whole(found) && !is_part
+            });
+            if let Some(found) = found {
                 let place = place.below(inner.path())?;
                 let examined = examine_checkpoint(formats, &*found.format, &place).await?;
                 if examined.problem.is_none() || examined.opens || model_is_whole(&place).await? {

@@ -178,8 +178,17 @@ fn a_broken_step_with_a_whole_checkpoint_inside_stays() {
     assert_eq!(gone, [""; 0], "{plan:#}");
     let said = "\"checkpoint-10/checkpoint-500\" in it is a whole checkpoint";
     assert_eq!(reason(&plan, "checkpoint-10"), said);
-    // One that is broken, too, protects nothing.
+    // Neither one that is broken, too, nor the state of the optimizer protects it.
+    copy("fsdp2_adam_2r", &run.path().join("checkpoint-10/optimizer_0"));
     fs::write(run.path().join("checkpoint-10/checkpoint-500/model.safetensors"), "").unwrap();
+    assert_eq!(incomplete(&run).0, ["checkpoint-10"]);
+    // The other part of a checkpoint of accelerate is no checkpoint of its own.
+    let run = tempfile::tempdir().unwrap();
+    for step in ["checkpoint-10", "checkpoint-20"] {
+        copy("t21_plain", &run.path().join(step).join("pytorch_model_fsdp_0"));
+        copy("fsdp2_adam_2r", &run.path().join(step).join("optimizer_0"));
+    }
+    fs::remove_file(run.path().join("checkpoint-10/optimizer_0/.metadata")).unwrap();
     assert_eq!(incomplete(&run).0, ["checkpoint-10"]);
 }
 

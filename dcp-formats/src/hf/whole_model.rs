@@ -9,6 +9,7 @@ use dcp_core::storage::ObjectMeta;
 use super::SINGLE_NAME;
 use super::index_file::INDEX_MAX;
 use super::indexed_files::read;
+use super::indexed_tensors::IndexedTensors;
 use super::variants::IndexName;
 use crate::incomplete_files::first_incomplete;
 
@@ -36,7 +37,8 @@ const INDEXES_MAX: usize = 8;
 pub async fn model_is_whole(place: &Place) -> Result<bool, StorageError> {
     let (folder, storage) = (place.listing().root(), &**place.storage());
     let is_whole = |files: Vec<ObjectMeta>| async move {
-        Ok::<_, StorageError>(first_incomplete(storage, &files).await?.is_none())
+        let unnamed = IndexedTensors::default();
+        Ok::<_, StorageError>(first_incomplete(storage, &files, &unnamed).await?.is_none())
     };
     for single in SINGLE_NAMES.iter().filter_map(|name| folder.file(name)) {
         if is_whole(vec![single.clone()]).await? {

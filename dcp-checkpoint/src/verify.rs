@@ -6,7 +6,8 @@ use dcp_convert::JobOptions;
 use dcp_convert::integrity::{Problem, ProblemKind};
 use dcp_convert::jobs::verify::VerifyReport;
 use dcp_core::format::Evidence;
-use dcp_formats::incomplete_files::{IncompleteFile, LFS_PROBLEM, incomplete_files};
+use dcp_formats::find_incomplete_files;
+use dcp_formats::incomplete_files::{IncompleteFile, LFS_PROBLEM};
 use dcp_megatron::jobs::verify_opened;
 
 use crate::checkpoint::Checkpoint;
@@ -116,7 +117,9 @@ impl Verification<'_> {
             report.ok = false;
         };
         if checkpoint.is_folder && self.job.is_coordinator() {
-            for IncompleteFile { file, problem, .. } in incomplete_files(&checkpoint.step).await? {
+            for IncompleteFile { file, problem, .. } in
+                find_incomplete_files(&checkpoint.step).await?
+            {
                 // What the format itself has found says more.
                 if !found.contains(file.as_str()) {
                     add(ProblemKind::ShortFile, file.as_str(), format!("the file {problem}"));

@@ -17,13 +17,11 @@ use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 
 use crate::header_claims::HeaderClaims;
-use crate::hf::{IndexedTensors, indexed_tensors};
+use crate::indexed_tensors::IndexedTensors;
 use crate::safetensors::{ENDING, PREFIX_LEN, header_len};
 use crate::torch_save::{FILE_ENDINGS, check_stream, is_torch_save};
 use crate::torch_zip::{ParseStep, Sparse, check_end};
 
-/// The maximum number of files to read in one checkpoint.
-const FILES_MAX: usize = 1 << 12;
 /// The maximum number of files that are read to find a pointer of Git LFS.
 const SMALL_FILES_MAX: usize = 64;
 /// Bytes at the start of a file that show its kind.
@@ -50,30 +48,6 @@ impl fmt::Display for IncompleteFile {
     }
 }
 
-/// Finds the files of safetensors and `torch.save` at `place` and below that were cut short, have bytes
-/// after their end, were never written, or are pointers of Git LFS, and files of safetensors whose tensors
-/// overlap, leave gaps, or are not those that the index in the folder places there. Reads headers and
-/// directories, no tensor; at most 4096 files. Files that are [known](Place::known_files) are skipped.
-///
-/// # Errors
-///
-/// When the storage fails.
-pub async fn incomplete_files(place: &Place) -> Result<Vec<IncompleteFile>, StorageError> {
-    let storage = &**place.storage();
-    let files: Vec<ObjectMeta> = match place.file() {
-        Some(file) => vec![storage.stat(file).await?],
-        None => {
-            let named = place.listing().objects().iter().filter(|meta| is_named(&meta.key));
-            named.filter(|meta| !place.is_known(&meta.key)).take(FILES_MAX).cloned().collect()
-        }
-    };
-    let tensors = match place.file() {
-        None if !files.is_empty() => indexed_tensors(place).await?,
-        _ => IndexedTensors::default(),
-    };
-    incomplete_among(storage, &files, place.file().is_some(), &tensors).await
-}
-
 /// The first of these files that is incomplete, as a sentence.
 pub(crate) async fn first_incomplete(
     storage: &dyn Storage,
@@ -83,7 +57,8 @@ pub(crate) async fn first_incomplete(
     Ok(incomplete_among(storage, files, false, tensors).await?.first().map(ToString::to_string))
 }
 
-async fn incomplete_among(
+/// Compares these files; `by_content`: a single file is opened by its contents, whatever its name ends in.
+pub(crate) async fn incomplete_among(
     storage: &dyn Storage,
     files: &[ObjectMeta],
     by_content: bool,
@@ -150,7 +125,8 @@ pub fn unwritten(head: &[u8]) -> Option<&'static str> {
     is_zero.then_some("begins with zeros: its contents were never written")
 }
 
-fn is_named(key: &Key) -> bool {
+/// Whether a file has the name of a kind that is compared.
+pub(crate) fn is_named(key: &Key) -> bool {
     let name = key.file_name();
     name.ends_with(ENDING) || FILE_ENDINGS.iter().any(|ending| name.ends_with(ending))
 }
@@ -165,7 +141,6 @@ async fn look(
     Ok(problem.map(|problem| IncompleteFile { file: meta.key.clone(), problem }))
 }
 
-/// `by_content`: a single file is opened by its contents, whatever its name ends in.
 async fn problem(
     storage: &dyn Storage,
     meta: &ObjectMeta,

@@ -51,7 +51,8 @@ def check_family(path):
     spoken = set(config["fields"])
     for name, of in SPOKEN.items():
         spoken.update(of(config[name]) if config.get(name) else [])
-    for kind in family["family"]["model_types"]:
+    # A family of another program than transformers is written as one of its models.
+    for kind in family["family"].get("model_types") or [config["constants"]["model_type"]]:
         known = defaults(CONFIG_MAPPING[kind])
         # A field that every model of the family has with one value may be missing only if that is it.
         for field, value in {**config["constants"], **absent}.items():

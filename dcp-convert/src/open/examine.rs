@@ -9,8 +9,9 @@ use dcp_core::format::{
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{CheckpointError, CheckpointMetadata, StorageError};
 use dcp_formats::dcp::DcpFormat;
+use dcp_formats::find_incomplete_files;
 use dcp_formats::hf::{HuggingFaceFormat, INDEX_ENDING, main_model_is_whole};
-use dcp_formats::incomplete_files::{incomplete_files, unwritten};
+use dcp_formats::incomplete_files::unwritten;
 use dcp_planner::validate_metadata;
 
 /// The index of PyTorch's format, and the ending of those of ranks.
@@ -54,7 +55,7 @@ async fn examine(
             return Ok(examined);
         }
     }
-    let files = incomplete_files(place).await?;
+    let files = find_incomplete_files(place).await?;
     examined.problem = files.first().map(|first| match files.len() - 1 {
         0 => first.to_string(),
         more => format!("{first}; {more} more files are incomplete"),

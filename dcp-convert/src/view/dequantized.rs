@@ -15,11 +15,10 @@ use dcp_core::{
     TensorView,
 };
 use dcp_formats::hf::{
-    BLOCK, E2M1, GIVE_SIZE, QuantScheme, Quantized, configured_block, configured_method,
-    find_quantized,
+    BLOCK, E2M1, QuantScheme, Quantized, configured_block, configured_method, find_quantized,
 };
 
-use self::scheme::{CONFIG, config_of, refuse_unread};
+use self::scheme::{CONFIG, config_of, of_block_size, refuse_unread};
 use super::matrix::{Matrix, exchange, outer_indices, transposed};
 use super::scales::{Scales, Tile, floats};
 use super::scratch::{Scratch, invalid_region, name, no_entry, outside};
@@ -221,16 +220,7 @@ impl Dequantized {
             Some(unwrapped) => Arc::new(unwrapped),
             None => Arc::clone(&inner.reader),
         };
-        let view = Self::new(reader, options.dtype, block).await.map_err(|error| match error {
-            // Not the model is wrong, but what is said of it.
-            ConvertError::Checkpoint(CheckpointError::Format(error))
-                if error.problem().ends_with(GIVE_SIZE) =>
-            {
-                let problem = format!("{}, in rows and columns such as 128x128", error.problem());
-                ConvertError::invalid_option("--block-size", problem)
-            }
-            error => error,
-        })?;
+        let view = Self::new(reader, options.dtype, block).await.map_err(of_block_size)?;
         let method = config.as_deref().and_then(configured_method);
         refuse_unread(&view, unwraps, method.as_deref())?;
         let parts = std::slice::from_ref(&inner);

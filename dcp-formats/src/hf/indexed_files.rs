@@ -9,11 +9,11 @@ use dcp_core::{Key, StorageError, StorageErrorKind};
 use super::ENDING;
 use super::complete::series;
 use super::index_file::{INDEX_NAME, IndexFile, NAMES_NOTHING};
-use super::indexed_tensors::IndexedTensors;
 use super::other_program::IS_DELTA;
 use super::variants::{IndexName, without_variants};
 use crate::dcp::EXAMINED_INDEX_MAX;
 use crate::incomplete_files::{LFS_PROBLEM, first_incomplete, is_lfs_pointer};
+use crate::indexed_tensors::IndexedTensors;
 use crate::missing_files::MissingFiles;
 
 /// The maximum number of indexes that are read in one folder.
@@ -98,7 +98,7 @@ pub(crate) async fn indexed_tensors(place: &Place) -> Result<IndexedTensors, Sto
             && !index.is_delta
             && !is_ignored(&folder, &name, Some(&index))
         {
-            tensors.add(&meta.key, index);
+            tensors.add(&meta.key, index.weight_map);
         }
     }
     Ok(tensors)
@@ -167,7 +167,7 @@ pub(super) async fn examine_index_file(
         }
     }
     let mut tensors = IndexedTensors::default();
-    tensors.add(file, read);
+    tensors.add(file, read.weight_map);
     Ok(Examined::new(first_incomplete(&**storage, &found, &tensors).await?))
 }
 

@@ -16,7 +16,6 @@ mod finding;
 mod format;
 mod index_file;
 mod indexed_files;
-mod indexed_tensors;
 mod layout;
 mod load;
 mod merge;
@@ -40,7 +39,6 @@ pub use format::HuggingFaceFormat;
 pub use index_file::{INDEX_NAME, IndexFile};
 pub(crate) use indexed_files::indexed_tensors;
 pub use indexed_files::main_model_is_whole;
-pub(crate) use indexed_tensors::IndexedTensors;
 pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES, SINGLE_NAME};
 pub use pending_folder::PendingFolder;
 pub use quantized::{

@@ -9,9 +9,9 @@ use dcp_core::storage::ObjectMeta;
 use super::SINGLE_NAME;
 use super::index_file::INDEX_MAX;
 use super::indexed_files::read;
-use super::indexed_tensors::IndexedTensors;
 use super::variants::IndexName;
 use crate::incomplete_files::first_incomplete;
+use crate::indexed_tensors::IndexedTensors;
 
 /// The names under which loaders search for weights in one file.
 const SINGLE_NAMES: [&str; 6] = [

@@ -127,7 +127,7 @@ impl CheckpointFormat for TorchSaveFormat {
         is_torch_save(head)
     }
 
-    /// There is no index: [`incomplete_files`](crate::incomplete_files::incomplete_files) compares each
+    /// There is no index: [`find_incomplete_files`](crate::find_incomplete_files) compares each
     /// file with its own directory.
     async fn examine(&self, _place: &Place) -> Result<Examined, StorageError> {
         Ok(Examined::default())

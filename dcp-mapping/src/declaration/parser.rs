@@ -207,9 +207,7 @@ pub(crate) fn parse(text: &str, file: &str) -> Result<Mapping, MappingError> {
         group_score: parsed.config.group_score,
     };
     config.check().map_err(|problem| reader.error(&reader.find("[config"), problem))?;
-    for (rule, span) in rules.iter().zip(&rule_lines) {
-        reader.check_shape(rule, span, &config)?;
-    }
+    reader.check_shapes(rules.iter().zip(&rule_lines), &config)?;
     let copies = parsed.copy.iter().map(|copy| reader.copied(copy, &rules));
     let copies = copies.collect::<Result<_, _>>()?;
     let drop = Drop { hf: parsed.drop.hf, megatron: parsed.drop.megatron };

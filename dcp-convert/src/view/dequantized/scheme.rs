@@ -2,6 +2,7 @@
 
 use dcp_core::storage::StorageExt;
 use dcp_core::{CheckpointError, Key, StorageError, StorageErrorKind};
+use dcp_formats::hf::GIVE_SIZE;
 
 use super::Dequantized;
 use crate::cast::exact_tensors;
@@ -45,6 +46,19 @@ pub(super) fn refuse_unread(
         None => format!("finds nothing quantized: {READ}"),
     };
     Err(ConvertError::invalid_option("--dequantize", problem))
+}
+
+/// Makes an error about blocks one of the option that gives their size.
+pub(super) fn of_block_size(error: ConvertError) -> ConvertError {
+    match error {
+        ConvertError::Checkpoint(CheckpointError::Format(error))
+            if error.problem().ends_with(GIVE_SIZE) =>
+        {
+            let problem = format!("{}, in rows and columns such as 128x128", error.problem());
+            ConvertError::invalid_option("--block-size", problem)
+        }
+        error => error,
+    }
 }
 
 /// The name of the model's configuration.

@@ -27,20 +27,19 @@ impl Reader<'_> {
         Ok(shape.get_ref().iter().map(settings).collect())
     }
 
-    /// Refuses a shape of settings that `[config.fields]` does not have.
-    pub(super) fn check_shape(
+    /// Refuses shapes of settings that `[config.fields]` does not have.
+    pub(super) fn check_shapes<'a>(
         &self,
-        rule: &Rule,
-        span: &Range<usize>,
+        rules: impl Iterator<Item = (&'a Rule, &'a Range<usize>)>,
         config: &ConfigRules,
     ) -> Result<(), MappingError> {
-        let unknown = rule.shape.iter().flatten().find(|one| !config.fields.contains_key(*one));
-        match unknown {
-            Some(unknown) => {
+        for (rule, span) in rules {
+            let mut settings = rule.shape.iter().flatten();
+            if let Some(unknown) = settings.find(|one| !config.fields.contains_key(*one)) {
                 let problem = format!("its shape has {unknown:?}, which [config.fields] lacks");
-                Err(self.error(span, problem))
+                return Err(self.error(span, problem));
             }
-            None => Ok(()),
         }
+        Ok(())
     }
 }

@@ -1,10 +1,10 @@
 //! Compares the tensors that an index places in a file with those in its header.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use dcp_core::Key;
-
-use super::index_file::IndexFile;
+use indexmap::IndexMap;
 
 /// The indexes of a folder, for the headers of the files that they name.
 ///
@@ -22,16 +22,17 @@ struct Indexed {
     name: String,
     /// The folder of the index with a slash, or nothing.
     folder: String,
-    index: IndexFile,
+    /// The file of each tensor.
+    weight_map: IndexMap<Arc<str>, Key>,
     /// How many tensors are in each file, by its name in the index.
     counts: HashMap<Key, usize>,
 }
 
 impl IndexedTensors {
-    /// Adds an index, by its key.
-    pub(super) fn add(&mut self, key: &Key, index: IndexFile) {
+    /// Adds the index at `key`, by its file for each tensor.
+    pub(crate) fn add(&mut self, key: &Key, weight_map: IndexMap<Arc<str>, Key>) {
         let mut counts: HashMap<Key, usize> = HashMap::new();
-        for file in index.weight_map.values() {
+        for file in weight_map.values() {
             match counts.get_mut(file) {
                 Some(count) => *count += 1,
                 None => {
@@ -41,7 +42,7 @@ impl IndexedTensors {
         }
         let name = key.file_name();
         let folder = key.as_str().strip_suffix(name).unwrap_or_default().to_owned();
-        self.indexes.push(Indexed { name: name.to_owned(), folder, index, counts });
+        self.indexes.push(Indexed { name: name.to_owned(), folder, weight_map, counts });
     }
 
     /// Starts the comparison of one file.
@@ -69,7 +70,7 @@ struct InIndex<'a> {
 
 impl InIndex<'_> {
     fn has(&self, tensor: &str) -> bool {
-        self.indexed.index.weight_map.get(tensor) == Some(self.home)
+        self.indexed.weight_map.get(tensor) == Some(self.home)
     }
 }
 
@@ -89,7 +90,7 @@ impl FileTensors<'_> {
     /// The problem of a file that lacks tensors, as the predicate of a sentence; `names` are those in it.
     pub(crate) fn problem(&self, names: &HashSet<String>) -> Option<String> {
         let index = self.indexes.iter().find(|index| index.seen < index.count)?;
-        let mut placed = index.indexed.index.weight_map.iter();
+        let mut placed = index.indexed.weight_map.iter();
         let (missing, _) =
             placed.find(|(fqn, file)| *file == index.home && !names.contains(&***fqn))?;
         let name = &index.indexed.name;

@@ -1,0 +1,36 @@
+//! Finds the incomplete files of a checkpoint, with what its indexes place in them.
+
+use dcp_core::StorageError;
+use dcp_core::format::Place;
+use dcp_core::storage::ObjectMeta;
+
+use crate::hf::indexed_tensors;
+use crate::incomplete_files::{IncompleteFile, incomplete_among, is_named};
+use crate::indexed_tensors::IndexedTensors;
+
+/// The maximum number of files to read in one checkpoint.
+const FILES_MAX: usize = 1 << 12;
+
+/// Finds the files of safetensors and `torch.save` at `place` and below that were cut short, have bytes
+/// after their end, were never written, or are pointers of Git LFS, and files of safetensors whose tensors
+/// overlap, leave gaps, or are not those that the index in the folder places there. Reads headers and
+/// directories, no tensor; at most 4096 files. Files that are [known](Place::known_files) are skipped.
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn find_incomplete_files(place: &Place) -> Result<Vec<IncompleteFile>, StorageError> {
+    let storage = &**place.storage();
+    let files: Vec<ObjectMeta> = match place.file() {
+        Some(file) => vec![storage.stat(file).await?],
+        None => {
+            let named = place.listing().objects().iter().filter(|meta| is_named(&meta.key));
+            named.filter(|meta| !place.is_known(&meta.key)).take(FILES_MAX).cloned().collect()
+        }
+    };
+    let tensors = match place.file() {
+        None if !files.is_empty() => indexed_tensors(place).await?,
+        _ => IndexedTensors::default(),
+    };
+    incomplete_among(storage, &files, place.file().is_some(), &tensors).await
+}

@@ -130,7 +130,9 @@ fn find(
     let chunk = tensor.chunks.get(suspect.chunk).ok_or("a chunk is gone")?;
     let info = image.header.get(fqn).ok_or_else(|| format!("it does not hold {fqn:?}"))?;
     let saved = image.sharding.get(fqn).map(|saved| &**saved);
-    if let Some(saved) = saved.filter(|saved| **saved != *chunk.offsets) {
+    if let Some(saved) = saved
+        && *saved != *chunk.offsets
+    {
         return Err(format!(
             "it holds {fqn:?} at {saved:?}, not at {:?}: PyTorch keeps only the last of several \
              chunks in a file, the others are lost",

@@ -205,6 +205,12 @@ impl Opener {
                     folder
                 }
                 Some(InnerCheckpoint::Part(part)) => {
+                    // A part that is such a link would be left out in silence.
+                    if self.need == Need::Whole
+                        && let Some(refused) = self.refused_link(&found.uri).await
+                    {
+                        return Err(cannot_read(uri, refused));
+                    }
                     notes.say(format!(
                         "{:?} has several checkpoints that belong together; opening {part}",
                         found.uri

@@ -27,6 +27,11 @@ const ENDINGS: [&str; 8] =
 /// The middle of the names of indexes of variants: `model.safetensors.index.fp16.json`.
 const INDEX: &str = ".safetensors.index.";
 
+/// The description of an array of zarr.
+const ZARRAY: &str = ".zarray";
+/// The maximum number of entries of a linked folder that are looked at.
+const LINKED_ENTRIES_MAX: usize = 1_000;
+
 impl Opener {
     /// The first file of a checkpoint in the folder at a URL, or below it, that is a link which is refused.
     pub(crate) async fn refused_link(&self, uri: &str) -> Option<StorageError> {
@@ -68,8 +73,8 @@ impl Opener {
         refused
     }
 
-    /// The links in a folder and below it whose names are those of files of a checkpoint. Links to folders
-    /// are not followed.
+    /// The links in a folder and below it whose names are those of files of a checkpoint, or that lead to a
+    /// folder of such files, as an array of zarr is. Links to folders are not followed.
     fn links(&self, root: &Path) -> Vec<Key> {
         // Such as the JSON of Megatron-Core and OLMo-core.
         let landmarks = self.formats.formats().iter().flat_map(|one| one.info().landmarks);
@@ -94,7 +99,9 @@ impl Opener {
                     Ok(kind) if kind.is_dir() => open.push(path),
                     Ok(kind) if kind.is_symlink() => {
                         let name = path.strip_prefix(root).ok().and_then(Path::to_str);
-                        let name = name.filter(|name| is_of_checkpoint(name));
+                        let name = name.filter(|name| {
+                            is_of_checkpoint(name) || holds_checkpoint(&path, &is_of_checkpoint)
+                        });
                         found.extend(name.and_then(|name| Key::new(name).ok()));
                     }
                     _ => {}
@@ -104,4 +111,11 @@ impl Opener {
         found.sort();
         found
     }
+}
+
+/// Whether a link leads to a folder with a file of a checkpoint in it.
+fn holds_checkpoint(link: &Path, is_of_checkpoint: &impl Fn(&str) -> bool) -> bool {
+    let Ok(entries) = fs::read_dir(link) else { return false };
+    let mut names = entries.flatten().take(LINKED_ENTRIES_MAX).map(|entry| entry.file_name());
+    names.any(|name| name.to_str().is_some_and(|name| name == ZARRAY || is_of_checkpoint(name)))
 }

@@ -21,16 +21,17 @@ const FILES_MAX: usize = 1 << 12;
 /// When the storage fails.
 pub async fn find_incomplete_files(place: &Place) -> Result<Vec<IncompleteFile>, StorageError> {
     let storage = &**place.storage();
+    let tensors = match place.file() {
+        None if !place.has_known_files() => indexed_tensors(place).await?,
+        _ => IndexedTensors::default(),
+    };
     let files: Vec<ObjectMeta> = match place.file() {
         Some(file) => vec![storage.stat(file).await?],
         None => {
-            let named = place.listing().objects().iter().filter(|meta| is_named(&meta.key));
+            let of_checkpoint = |key| is_named(key) || tensors.has_file(key);
+            let named = place.listing().objects().iter().filter(|meta| of_checkpoint(&meta.key));
             named.filter(|meta| !place.is_known(&meta.key)).take(FILES_MAX).cloned().collect()
         }
-    };
-    let tensors = match place.file() {
-        None if !files.is_empty() => indexed_tensors(place).await?,
-        _ => IndexedTensors::default(),
     };
     incomplete_among(storage, &files, place.file().is_some(), &tensors).await
 }

@@ -2,16 +2,18 @@
 
 use std::fmt;
 
-use serde::Deserialize;
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, MapAccess, Visitor};
 
-/// Where the tensors of a header lie. Dtypes and shapes are not looked at: dtypes that are new today do not
-/// make a file incomplete.
+use crate::safetensors::RawTensor;
+use crate::unique::UniqueMap;
+
+/// The ranges of the tensors of a header. A dtype that is not known does not make a file incomplete.
 #[derive(Debug)]
 pub(crate) struct HeaderClaims {
     /// The end of the last tensor, in bytes from the end of the header.
     pub(crate) end: u64,
-    /// Why the tensors do not follow each other without a gap, as the predicate of a sentence about the file.
+    /// A tensor whose dtype and shape contradict its bytes, or a reason why the tensors do not follow each other
+    /// without a gap, as the predicate of a sentence about the file.
     pub(crate) problem: Option<String>,
 }
 
@@ -23,9 +25,10 @@ impl HeaderClaims {
         on_tensor: &mut dyn FnMut(&str),
     ) -> Result<Self, serde_json::Error> {
         let mut deserializer = serde_json::Deserializer::from_slice(json);
-        let ranges = Items { on_tensor }.deserialize(&mut deserializer)?;
+        let (ranges, contradiction) = Items { on_tensor }.deserialize(&mut deserializer)?;
         deserializer.end()?;
-        Ok(Self::of(ranges))
+        let claims = Self::of(ranges);
+        Ok(Self { problem: contradiction.or(claims.problem), ..claims })
     }
 
     /// The rule of the library: in the order of their offsets, each tensor begins at the end of the one before.
@@ -55,26 +58,12 @@ impl HeaderClaims {
     }
 }
 
-#[derive(Deserialize)]
-struct Ranges {
-    #[serde(default)]
-    data_offsets: Option<(u64, u64)>,
-}
-
-/// A tensor, or another value, which is none.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum Item {
-    Tensor(Ranges),
-    Other(IgnoredAny),
-}
-
 struct Items<'a> {
     on_tensor: &'a mut dyn FnMut(&str),
 }
 
 impl<'de> DeserializeSeed<'de> for Items<'_> {
-    type Value = Vec<(u64, u64)>;
+    type Value = (Vec<(u64, u64)>, Option<String>);
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
         deserializer.deserialize_map(self)
@@ -82,25 +71,26 @@ impl<'de> DeserializeSeed<'de> for Items<'_> {
 }
 
 impl<'de> Visitor<'de> for Items<'_> {
-    type Value = Vec<(u64, u64)>;
+    type Value = (Vec<(u64, u64)>, Option<String>);
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object of tensors")
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut ranges = Vec::new();
+        let (mut ranges, mut contradiction) = (Vec::new(), None);
         while let Some(name) = map.next_key::<String>()? {
             if name == "__metadata__" {
-                map.next_value::<IgnoredAny>()?;
+                map.next_value::<Option<UniqueMap<String>>>()?;
                 continue;
             }
-            if let Item::Tensor(Ranges { data_offsets: Some(range) }) = map.next_value()? {
-                (self.on_tensor)(&name);
-                ranges.push(range);
-            }
+            let (range, problem) = map.next_value::<RawTensor>()?.claim();
+            (self.on_tensor)(&name);
+            ranges.push(range);
+            contradiction = contradiction
+                .or_else(|| problem.map(|problem| format!("has {name:?}, which {problem}")));
         }
-        Ok(ranges)
+        Ok((ranges, contradiction))
     }
 }
 
@@ -133,6 +123,22 @@ mod tests {
         ] {
             let problem = claims(ranges).problem.unwrap();
             assert!(problem.contains(said), "{problem}");
+        }
+        for damaged in [
+            r#"{"a":{"dtype":"F64","shape":[2],"data_offsets":[0,8]}}"#,
+            r#"{"a":{"dtype":"F32","shape":[18446744073709551615,4],"data_offsets":[0,8]}}"#,
+        ] {
+            let claims = HeaderClaims::read(damaged.as_bytes(), &mut |_| {}).unwrap();
+            assert!(claims.problem.unwrap().contains("\"a\""), "{damaged}");
+        }
+        for damaged in [
+            r#"{"a":{"shape":[2],"data_offsets":[0,8]}}"#,
+            r#"{"a":{"dtype":4,"shape":[2],"data_offsets":[0,8]}}"#,
+            r#"{"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}"#,
+            r#"{"a":{"dtype":"F32","shape":[2]}}"#,
+            r#"{"__metadata__":{"format":1}}"#,
+        ] {
+            assert!(HeaderClaims::read(damaged.as_bytes(), &mut |_| {}).is_err(), "{damaged}");
         }
         assert!(HeaderClaims::read(b"[]", &mut |_| {}).is_err());
         assert!(HeaderClaims::read(b"{} x", &mut |_| {}).is_err());

@@ -158,7 +158,8 @@ async fn problem(
     if let Some(problem) = unwritten(&head) {
         return Ok(Some(problem.to_owned()));
     }
-    if key.file_name().ends_with(ENDING) && !(by_content && is_torch_save(&head)) {
+    let is_safetensors = key.file_name().ends_with(ENDING) || tensors.has_file(key);
+    if is_safetensors && !(by_content && is_torch_save(&head)) {
         return safetensors_problem(storage, meta, &head, tensors).await;
     }
     if head.starts_with(b"PK\x03\x04") {

@@ -45,6 +45,11 @@ impl IndexedTensors {
         self.indexes.push(Indexed { name: name.to_owned(), folder, weight_map, counts });
     }
 
+    /// Whether an index names this file: its shards need not end in `.safetensors`.
+    pub(crate) fn has_file(&self, file: &Key) -> bool {
+        !self.of_file(file).indexes.is_empty()
+    }
+
     /// Starts the comparison of one file.
     pub(crate) fn of_file(&self, file: &Key) -> FileTensors<'_> {
         let of = self.indexes.iter().filter_map(|indexed| {

@@ -209,7 +209,13 @@ impl OlmoNote {
     ///
     /// When it is not a JSON object of this form.
     pub fn parse(json: &[u8]) -> Result<Self, FormatError> {
-        serde_json::from_slice(json).map_err(|error| FormatError::new(COMMIT, error.to_string()))
+        let bad = |problem: String| FormatError::new(COMMIT, problem);
+        // Deserialized from an array, the fields would be its first items.
+        let start = json.iter().find(|byte| !byte.is_ascii_whitespace());
+        if start.is_some_and(|byte| *byte != b'{') {
+            return Err(bad("it is no JSON object".to_owned()));
+        }
+        serde_json::from_slice(json).map_err(|error| bad(error.to_string()))
     }
 }
 

@@ -257,8 +257,8 @@ fn a_run_of_a_hundred_steps_is_listed_with_few_requests() {
         ("pytorch/fsdp2_adam_2r", "", 64 + 2),
         // Its metadata.json, and the ends of its common.pt.
         (megatron, "", 67 + 4),
-        // The headers of its files.
-        (hf, "", 70),
+        // The headers of its files, and the index that places their tensors.
+        (hf, "", 71),
         // A note and the trainer's state of each.
         (olmo, "/model_and_optim", 192 + 4),
     ] {

@@ -184,13 +184,21 @@ struct Raw {
 
 #[derive(Deserialize)]
 #[serde(expecting = "a tensor with dtype, shape and data_offsets")]
-struct RawTensor {
+pub(crate) struct RawTensor {
     dtype: String,
     shape: Vec<u64>,
     data_offsets: (u64, u64),
 }
 
 impl RawTensor {
+    /// The range of its bytes, and the reason why dtype and shape contradict it. A dtype that is not known
+    /// contradicts nothing: another program may read it.
+    pub(crate) fn claim(self) -> ((u64, u64), Option<String>) {
+        let range = self.data_offsets;
+        let problem = parse_dtype(&self.dtype).and_then(|_| self.check().err());
+        (range, problem)
+    }
+
     fn check(mut self) -> Result<TensorInfo, String> {
         let dtype = parse_dtype(&self.dtype)
             .ok_or_else(|| format!("has the unknown dtype {:?}", self.dtype))?;

@@ -339,13 +339,25 @@ async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
     };
     if config.byte_len <= Peek::BYTES_MAX {
         let json = place.storage().read_range(&config.key, 0..config.byte_len).await?;
-        let problem = match serde_json::from_slice::<serde_json::Value>(&json) {
-            Ok(json) if json.is_object() => None,
-            _ if is_lfs_pointer(&json) => Some(LFS_PROBLEM),
-            _ => Some("cannot be read"),
-        };
-        if let Some(problem) = problem {
-            return Ok(Examined::new(Some(format!("the {METADATA_JSON} {problem}"))));
+        match CheckpointingConfig::parse(&json) {
+            Ok(config) if !is_read(&config) => {
+                let backend = config.sharded;
+                return Ok(Examined::of_other_program(format!(
+                    "was written by the backend {backend} of Megatron-Core, which is not read"
+                )));
+            }
+            // What is described and what is there may be two formats.
+            Ok(config) if config.sharded.is("zarr") => {
+                return Ok(Examined::new(problem_of_opening(place).await?));
+            }
+            Ok(_) => {}
+            Err(_) if is_lfs_pointer(&json) => {
+                return Ok(Examined::new(Some(format!("the {METADATA_JSON} {LFS_PROBLEM}"))));
+            }
+            Err(error) => {
+                let problem = format!("the {METADATA_JSON} cannot be read: {}", error.problem());
+                return Ok(Examined::new(Some(problem)));
+            }
         }
     }
     if let Some(problem) = problem_of_manifest(place).await? {
@@ -373,6 +385,11 @@ async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
         true => Ok(stored),
         false => Ok(Examined::new(Some(format!("there is no {COMMON_FILE}")))),
     }
+}
+
+/// Whether this crate reads the backend that wrote tensors and objects.
+fn is_read(config: &CheckpointingConfig) -> bool {
+    config.sharded.is("torch_dist") || config.sharded.is("zarr")
 }
 
 /// What keeps a checkpoint from being opened whole. Descriptions of arrays and pickles are read.

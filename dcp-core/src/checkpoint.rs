@@ -301,10 +301,10 @@ pub struct WriteReport {
     /// CRC-32s of chunks and objects, by the offset of their stored item in the file, if the writer
     /// computed any: of the elements of tensors before their encoding, and of encoded objects.
     pub checksums: BTreeMap<Key, Vec<(u64, u32)>>,
-    /// Where items are stored, for files in which that differs from the plan, such as compressed
-    /// ones: by the planned offset, the range of bytes in the file. It has every item of such a file.
+    /// The stored place of each item of files in which it differs from the plan, such as compressed
+    /// ones: the planned offset, then the range of bytes in the file. Lists every item of such a file.
     pub stored: BTreeMap<Key, Vec<(u64, Range<u64>)>>,
-    /// How long each file took, if the writer measured it. Files are written concurrently, so the
+    /// The duration of each file's write, if the writer measured it. Files are written concurrently, so the
     /// sum exceeds the duration of the write.
     pub durations: BTreeMap<Key, Duration>,
 }

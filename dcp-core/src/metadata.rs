@@ -56,7 +56,7 @@ pub struct TensorEntry {
     pub chunks: ChunkTable,
     /// Its path in the nested state dict, if known.
     pub path: Option<StatePath>,
-    /// What PyTorch records about one rank's tensor.
+    /// The properties that PyTorch records of one rank's tensor.
     pub properties: TensorProperties,
 }
 

@@ -138,7 +138,7 @@ pub struct PlanKey {
     pub tensor: Option<TensorSpec>,
 }
 
-/// What all chunks of a tensor share.
+/// The dtype, shape and sharding that all chunks of a tensor share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorSpec {
     /// Element type.
@@ -271,7 +271,7 @@ impl SavePlan {
         groups
     }
 
-    /// What the rank holds and the plan does not offer, known after the comparison with the state.
+    /// The parts of the state that the plan does not offer, known after the comparison with the state.
     #[must_use]
     pub fn unoffered(&self) -> &[Unoffered] {
         &self.unoffered

@@ -357,9 +357,9 @@ pub trait Storage: fmt::Debug + Send + Sync + 'static {
     /// [`Capabilities::claims`] is false.
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError>;
 
-    /// What uploads that never ended left behind, everywhere or in `folder`: temporary files and
-    /// parts of uploads that began at least `min_age` ago and whose process, as far as it is known,
-    /// no longer runs. [`LeftoverAction::Remove`] removes it, too.
+    /// Lists the remains of uploads that did not finish, everywhere or in `folder`: temporary files and
+    /// parts of uploads that began at least `min_age` ago and whose process, as far as can be seen,
+    /// no longer runs. [`LeftoverAction::Remove`] removes them, too.
     ///
     /// The times are those of the storage's clock. What its clock dates in the future has the age zero.
     ///

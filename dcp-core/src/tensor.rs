@@ -29,7 +29,7 @@ pub struct Shard {
     data: ShardData,
 }
 
-/// Where the elements of a [`Shard`] are.
+/// The elements of a [`Shard`], in host memory or on a device.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum ShardData {
@@ -383,8 +383,8 @@ impl Shard {
         Ok(Self { region, dtype: view.dtype(), data: ShardData::Host(view) })
     }
 
-    /// The same elements at a region further on by `by` elements per axis: a shard of a tensor that
-    /// is itself a shard, which begins there, as of FSDP1 over tensor parallelism.
+    /// Moves the region of the shard by `by` elements per axis, with the same elements: for a shard of a
+    /// tensor that is itself a shard, which begins there, as of FSDP1 over tensor parallelism.
     ///
     /// ```
     /// use dcp_core::{DType, Region, Shard};
@@ -421,7 +421,7 @@ impl Shard {
         self.region.volume() * self.dtype.size() as u64
     }
 
-    /// Where the elements are.
+    /// The elements, in host memory or on a device.
     #[must_use]
     pub fn data(&self) -> &ShardData {
         &self.data

@@ -115,8 +115,8 @@ impl TensorView {
         })
     }
 
-    /// The same elements along other axes: axis `i` of the result is axis `axes[i]` of this view,
-    /// or has size 1 if that is `None`. Permutes, adds and drops axes.
+    /// Permutes, adds and drops axes: axis `i` of the result is axis `axes[i]` of this view, or has size 1
+    /// if that is `None`. The elements are the same.
     ///
     /// # Errors
     ///
@@ -149,7 +149,7 @@ impl TensorView {
         Self::strided(memory, self.dtype, shape, strides, byte_offset)
     }
 
-    /// The same row-major elements in another shape.
+    /// Returns the same row-major elements in another shape.
     ///
     /// # Errors
     ///

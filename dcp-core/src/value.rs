@@ -114,7 +114,7 @@ pub enum MadeBy {
     Call,
     /// `class.__new__(class, *args)`.
     New,
-    /// The same with keyword arguments: a dict, last in the arguments.
+    /// `class.__new__(class, *args, **kwargs)`; the dict of keyword arguments is last in the arguments.
     NewWithKeywords,
     /// Unknown: the parts are for display, and cannot be written.
     Unknown,

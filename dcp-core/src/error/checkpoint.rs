@@ -1,4 +1,4 @@
-//! What a save or load says, for all ranks together.
+//! Errors of a save or load, of one rank or of all ranks together.
 
 use std::fmt;
 
@@ -39,7 +39,7 @@ impl fmt::Display for Phase {
     }
 }
 
-/// Why a checkpoint could not be saved or loaded.
+/// An error of a save or load.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
@@ -69,7 +69,7 @@ pub enum CheckpointError {
     /// A background save did not finish, or was not started.
     #[error("background save: {problem}")]
     Background {
-        /// What happened.
+        /// The cause, in words.
         problem: String,
         /// The error of the save, where there is one.
         #[source]
@@ -86,7 +86,7 @@ pub enum CheckpointError {
     Memory {
         /// The tensor.
         fqn: String,
-        /// Why not.
+        /// The reason: the conflict with another loan of the memory.
         #[source]
         source: LoanError,
     },
@@ -108,9 +108,9 @@ pub enum CheckpointError {
     Step {
         /// The training step.
         step: u64,
-        /// Where it was to be, without secrets.
+        /// The URL of the new checkpoint, without secrets.
         url: String,
-        /// Why not.
+        /// The error of the save.
         #[source]
         source: Box<CheckpointError>,
     },
@@ -128,16 +128,16 @@ pub enum CheckpointError {
         rank: Rank,
         /// The coordinator.
         coordinator: Rank,
-        /// What the place is called, such as its URL.
+        /// The name of the place, such as its URL.
         place: Option<String>,
-        /// What the coordinator's storage said.
+        /// The error of the coordinator's storage.
         #[source]
         source: StorageError,
     },
     /// There is no checkpoint here.
     #[error("{message}", message = Message(.message))]
     NotACheckpoint {
-        /// What there is instead, and where a checkpoint is if one is near.
+        /// The contents of the place, and the place of a checkpoint if one is near.
         message: String,
     },
     /// Ranks failed; every rank of the group gets this same report.
@@ -177,7 +177,7 @@ impl CheckpointError {
         Self::Application { source: error.into() }
     }
 
-    /// What kind of failure it is, for a program to act on. Of several ranks, it is the first kind
+    /// The kind of failure, for a program to act on. Of several ranks, it is the first kind
     /// that is not [retryable](FailureKind::is_retryable), or the first.
     #[must_use]
     pub fn kind(&self) -> FailureKind {
@@ -263,13 +263,13 @@ fn in_step(phase: &Phase) -> &'static str {
     }
 }
 
-/// What one rank reported.
+/// The failure that one rank reported.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RankFailure {
     /// The rank, as the group counts.
     pub rank: Rank,
-    /// What kind of failure it was on that rank.
+    /// The kind of failure on that rank.
     pub kind: FailureKind,
     /// Its error, with the chain of causes.
     pub message: String,

@@ -1,4 +1,4 @@
-//! What a group says when its ranks lose each other.
+//! Errors of a group whose ranks lose each other.
 
 use super::Rank;
 
@@ -11,9 +11,9 @@ pub enum CollectiveError {
     PeerLost {
         /// The peer.
         rank: Rank,
-        /// What was being done.
+        /// The operation that this rank was in.
         op: &'static str,
-        /// How that was noticed.
+        /// The sign of the loss, such as an error of the connection.
         message: String,
     },
     /// A peer did not answer in time.
@@ -21,7 +21,7 @@ pub enum CollectiveError {
     Timeout {
         /// The peer waited for.
         rank: Rank,
-        /// What was being done.
+        /// The operation that this rank was in.
         op: &'static str,
         /// The deadline.
         deadline: std::time::Duration,
@@ -39,17 +39,17 @@ pub enum CollectiveError {
     Mismatch {
         /// The peer.
         rank: Rank,
-        /// What this rank was doing.
+        /// The operation that this rank was in.
         op: &'static str,
-        /// What the peer did.
+        /// The operation or the message of the peer.
         message: String,
     },
     /// Rank 0 cannot listen for the other ranks.
     #[error("rank 0 cannot listen at {address}: {message}; set {variable} to {}", remedy(.variable))]
     CannotListen {
-        /// Where it tried to.
+        /// The address that was tried.
         address: String,
-        /// Why it cannot.
+        /// The reason, in words.
         message: String,
         /// The environment variable that names another place.
         variable: &'static str,
@@ -57,7 +57,7 @@ pub enum CollectiveError {
     /// The group could not be formed.
     #[error("cannot form the group: {message}")]
     Rendezvous {
-        /// What went wrong and what to check.
+        /// The problem, and the settings to check.
         message: String,
     },
 }

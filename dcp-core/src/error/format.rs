@@ -1,4 +1,4 @@
-//! What a parser says of bytes that are not what they should be.
+//! Errors of parsers: bytes that do not have the form of their format.
 
 use std::fmt;
 
@@ -63,13 +63,13 @@ impl FormatError {
         self
     }
 
-    /// What was being read.
+    /// The part of the checkpoint that was being read.
     #[must_use]
     pub fn what(&self) -> &str {
         &self.what
     }
 
-    /// What is wrong with it.
+    /// The problem of that part.
     #[must_use]
     pub fn problem(&self) -> &str {
         &self.problem

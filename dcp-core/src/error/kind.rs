@@ -5,7 +5,7 @@ use std::error::Error;
 use super::{CheckpointError, CollectiveError, FormatError, PlanError, StorageError};
 use crate::error::StorageErrorKind;
 
-/// What kind of failure an error is, for a program to act on.
+/// The kind of a failure, for a program to act on.
 ///
 /// A kind travels with the message of a rank's error, so every rank of a group sees a full disk of
 /// one rank as [`Storage(Full)`](StorageErrorKind::Full) ([`RankFailure::kind`](super::RankFailure)).

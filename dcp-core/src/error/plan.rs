@@ -1,4 +1,4 @@
-//! What a planner says of a state that cannot be saved or loaded.
+//! Errors of planners: a state that cannot be saved or loaded, or a plan that is invalid.
 
 mod subject;
 mod text;
@@ -26,11 +26,11 @@ pub enum PlanError {
     Disagreement {
         /// The tensor or object.
         fqn: String,
-        /// What one rank says.
+        /// The description by one rank.
         left: String,
         /// The rank that says it.
         left_rank: Rank,
-        /// What another rank says.
+        /// The description by another rank.
         right: String,
         /// That other rank.
         right_rank: Rank,
@@ -45,9 +45,9 @@ pub enum PlanError {
         planner: String,
         /// The tensor or object.
         fqn: String,
-        /// What the plan says.
+        /// The description in the plan.
         planned: String,
-        /// What is there.
+        /// The description of the tensor or object as ranks hold it.
         held: String,
     },
     /// A planner loses what ranks hold.
@@ -77,7 +77,7 @@ pub enum PlanError {
         fqn: String,
         /// The elements of the tensor.
         expected: u64,
-        /// Those of its shards.
+        /// The elements of the shards that the process holds.
         found: u64,
     },
     /// A planner stores elements twice.
@@ -158,13 +158,13 @@ pub enum PlanError {
     InvalidTensor {
         /// The tensor, where it has a name; [`PlanError::with_fqn`] adds it.
         fqn: Option<String>,
-        /// What does not fit.
+        /// The contradiction among dtype, shape, region and memory.
         problem: String,
     },
     /// Mesh, coordinate, placements and shape do not fit together.
     #[error("invalid placement: {problem}", problem = Message(.problem))]
     InvalidPlacement {
-        /// What does not fit.
+        /// The contradiction among mesh, coordinate, placements and shape.
         problem: String,
     },
     /// Ranks hold terms of a sum, which cannot be saved or loaded.
@@ -173,7 +173,7 @@ pub enum PlanError {
         /// The tensor.
         fqn: String,
     },
-    /// What a checkpoint's index says of an entry contradicts itself.
+    /// An entry of a checkpoint's index contradicts itself.
     #[error("the index of the checkpoint is invalid for {fqn}: {problem}", fqn = Quoted(.fqn), problem = Message(.problem))]
     InvalidIndex {
         /// The tensor or object.
@@ -186,23 +186,23 @@ pub enum PlanError {
     InvalidRegion {
         /// The tensor, where it has a name; [`PlanError::with_fqn`] adds it.
         fqn: Option<String>,
-        /// What is wrong with the region.
+        /// The contradiction, or the end that exceeds 64 bits.
         error: Box<RegionError>,
     },
     /// A plan, a message or an index has more of something than its tables can count.
     #[error("{what} exceeds the limit of {limit}", what = Message(.what))]
     TooLarge {
-        /// What there is too much of, such as "the number of keys".
+        /// The quantity that is too large, such as "the number of keys".
         what: String,
-        /// How much is possible.
+        /// The largest number that is possible.
         limit: u64,
     },
     /// There is not enough memory.
     #[error("cannot allocate {byte_len} bytes for {what}")]
     OutOfMemory {
-        /// What the memory is for.
+        /// The use of the memory.
         what: String,
-        /// How much was requested.
+        /// The number of bytes requested.
         byte_len: u64,
     },
     /// A key of a dict has no text, so that what it leads to has no name.
@@ -220,7 +220,7 @@ pub enum PlanError {
     TooDeep {
         /// The beginning of the name.
         fqn: String,
-        /// How many levels are possible.
+        /// The number of levels that are possible.
         limit: usize,
     },
     /// The path of a leaf has no place in the nested state dict.
@@ -228,7 +228,7 @@ pub enum PlanError {
     PathConflict {
         /// The leaf.
         fqn: String,
-        /// What has the place.
+        /// The entry or container that has the place.
         problem: String,
     },
     /// A chunk or a shard has another number of axes than its tensor.
@@ -264,7 +264,7 @@ pub enum PlanError {
     NotStorable {
         /// The tensor or object.
         fqn: String,
-        /// Why not, and what can be stored instead.
+        /// The reason, and a form that can be stored instead.
         problem: String,
     },
     /// Elements have no conversion to the requested dtype.
@@ -286,7 +286,7 @@ pub enum PlanError {
     ReservedName {
         /// The name.
         fqn: String,
-        /// How the same is saved.
+        /// The way to save the same under another name.
         instead: &'static str,
     },
     /// A plan stores a part that the rank does not hold.
@@ -306,7 +306,7 @@ pub enum PlanError {
     MainReplica {
         /// The tensor or object.
         fqn: String,
-        /// Where the shard begins.
+        /// The offsets of the shard.
         offset: String,
         /// One rank.
         first: Rank,
@@ -328,7 +328,7 @@ pub enum PlanError {
     InvalidOptimizer {
         /// The key or the part of the optimizer.
         fqn: String,
-        /// What is wrong with it.
+        /// The problem of that key or part.
         problem: String,
     },
     /// Parameters of one group have different settings in the checkpoint.
@@ -352,7 +352,7 @@ pub enum PlanError {
     KeyMapping {
         /// The names.
         fqns: Vec<String>,
-        /// What is wrong with them.
+        /// The predicate of a sentence about the mapping.
         problem: &'static str,
     },
     /// A tensor cannot be assembled from the pieces that a view gives it.
@@ -386,13 +386,13 @@ pub enum PlanError {
     Message {
         /// Which message, such as "the request of rank 3".
         message: String,
-        /// What is wrong with it.
+        /// The reason.
         problem: String,
     },
     /// Ranks are at different steps of one protocol.
     #[error("ranks are out of step: {problem}; start all ranks with the same program and settings", problem = Message(.problem))]
     OutOfStep {
-        /// What one rank has and another does not.
+        /// The difference among the ranks.
         problem: String,
     },
     /// Plans are not one for each rank.
@@ -458,7 +458,7 @@ pub enum PlanError {
     /// All names that a save can give to new files exist already.
     #[error("all {tried} names for new files exist already; delete files of unfinished saves")]
     NoFreeName {
-        /// How many names there are.
+        /// The number of names that were tried.
         tried: u64,
     },
     /// A reader returned without data that was requested.
@@ -491,7 +491,7 @@ pub enum PlanError {
         requested: Range<u64>,
         /// All bytes of the item.
         byte_len: u64,
-        /// How many bytes came.
+        /// The number of bytes returned.
         returned: u64,
     },
     /// Several problems at once.

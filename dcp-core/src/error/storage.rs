@@ -1,4 +1,4 @@
-//! What a storage says when it fails.
+//! Errors of storages.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use super::Source;
 use crate::key::{InvalidKey, Key};
 use crate::text::Message;
 
-/// What kind of trouble a storage had, so that callers can decide.
+/// The kind of a storage's failure, for callers to act on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum StorageErrorKind {
@@ -42,7 +42,7 @@ pub enum StorageErrorKind {
     Other,
 }
 
-/// What a storage was doing.
+/// The operation of a storage that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the names are the methods of `Storage` and `Upload`")]
@@ -128,13 +128,13 @@ impl StorageError {
         self
     }
 
-    /// What kind of trouble it was.
+    /// The kind of failure.
     #[must_use]
     pub fn kind(&self) -> StorageErrorKind {
         self.kind
     }
 
-    /// What was being done.
+    /// The operation that failed.
     #[must_use]
     pub fn op(&self) -> StorageOp {
         self.op

@@ -19,14 +19,14 @@ use crate::metadata::CheckpointMetadata;
 /// `verify` and every job that compares what it reads then call it.
 #[async_trait]
 pub trait CheckpointAudit: fmt::Debug + Send + Sync + 'static {
-    /// What the index, and the names and lengths of files show. No tensor is read.
+    /// Checks the index, and the names and lengths of files. No tensor is read.
     ///
     /// # Errors
     ///
     /// When the storage fails. What is wrong with the checkpoint is in the [`Findings`].
     async fn findings(&self) -> Result<Findings, CheckpointError>;
 
-    /// How the elements of a chunk are compared with what was saved. No tensor is read.
+    /// Returns the way in which a deep check compares the elements of a chunk. No tensor is read.
     ///
     /// # Errors
     ///
@@ -38,16 +38,16 @@ pub trait CheckpointAudit: fmt::Debug + Send + Sync + 'static {
         chunk: usize,
     ) -> Result<ChunkChecksum, CheckpointError>;
 
-    /// What the index says besides tensors and objects. No file but the index is read.
+    /// Returns the facts that the index records besides tensors and objects. No file but the index is read.
     ///
     /// # Errors
     ///
     /// When the index cannot be read.
     async fn index_facts(&self) -> Result<IndexFacts, CheckpointError>;
 
-    /// What the save noted besides the index: the program, its ranks and steps, and how much has
+    /// Returns the record of the save besides the index: the program, its ranks and steps, and how much has
     /// checksums, of the entries of the metadata that `counted` names by position. `None` for a format
-    /// whose saves note nothing. No tensor is read.
+    /// whose saves write no record. No tensor is read.
     ///
     /// # Errors
     ///
@@ -90,7 +90,7 @@ pub trait RecordAudit: Send + Sync {
     async fn check_structure(&self) -> Result<Vec<FoundProblem>, CheckpointError>;
 }
 
-/// What an index says besides tensors and objects.
+/// Facts that an index records besides tensors and objects.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct IndexFacts {
@@ -101,7 +101,7 @@ pub struct IndexFacts {
     pub devices: BTreeMap<usize, String>,
     /// Files of the checkpoint that no entry names, because they cannot be read.
     pub unread_files: Vec<Key>,
-    /// What shows that the save did not finish, for people.
+    /// Signs that the save did not finish, for people.
     pub unfinished: Vec<String>,
 }
 
@@ -113,7 +113,7 @@ pub struct IndexCallable {
     pub index: Option<&'static str>,
     /// The qualified name, such as `os.system`.
     pub name: String,
-    /// Where in the index: keys and positions, joined by dots. `None` where Python discards the
+    /// Its place in the index: keys and positions, joined by dots. `None` where Python discards the
     /// value.
     pub path: Option<String>,
     /// Whether it is known to run commands or code. `false` means unknown, not safe.
@@ -135,7 +135,7 @@ impl IndexCallable {
     }
 }
 
-/// How a chunk is compared with what was saved.
+/// The way in which a deep check compares a chunk with the bytes that were saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ChunkChecksum {
@@ -159,7 +159,7 @@ pub enum ChunkChecksum {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StoredRecord {
-    /// What it is, in words: the name in an archive, `the index`.
+    /// The name of the record, in words: the name in an archive, `the index`.
     pub name: String,
     /// The file.
     pub file: Key,
@@ -184,7 +184,7 @@ impl StoredRecord {
     }
 }
 
-/// How a record is read.
+/// The length of the reads of a record, and the receiver of the progress.
 #[derive(Clone, Copy)]
 #[non_exhaustive]
 pub struct RecordLimits<'a> {
@@ -214,15 +214,15 @@ impl fmt::Debug for RecordLimits<'_> {
     }
 }
 
-/// What a format finds without reading tensors.
+/// The problems and notes that a format finds without reading tensors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Findings {
-    /// What is wrong.
+    /// Problems of the checkpoint.
     pub problems: Vec<FoundProblem>,
-    /// What is odd and does no harm, for people.
+    /// Oddities that do no harm, for people.
     pub notes: Vec<String>,
-    /// What a deep check cannot compare, for people.
+    /// The data that a deep check cannot compare, for people.
     pub unchecked: Option<String>,
     /// Whether different tensors may be placed over the same bytes, as views of one storage are.
     pub shares_bytes: bool,
@@ -256,13 +256,13 @@ impl Findings {
 pub struct FoundProblem {
     /// Its kind.
     pub kind: FoundKind,
-    /// What is wrong, in words.
+    /// The problem, in words.
     pub message: String,
     /// The tensor or object.
     pub key: Option<Arc<str>>,
     /// The file.
     pub file: Option<Key>,
-    /// Where in the file the bytes in question begin.
+    /// The offset in the file of the first byte in question.
     pub byte_offset: Option<u64>,
 }
 

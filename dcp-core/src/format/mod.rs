@@ -138,7 +138,7 @@ pub trait CheckpointFormat: fmt::Debug + Send + Sync + 'static {
     /// many folders are listed at once none are read, and `recognize` decides by names alone.
     fn peeks(&self, folder: &Folder<'_>) -> Vec<Peek>;
 
-    /// What `folder` is, if it has to do with this format: a checkpoint, the remains of one, or the
+    /// Recognizes `folder`, if it has to do with this format: a checkpoint, the remains of one, or the
     /// folder of a run.
     fn recognize(&self, folder: &Folder<'_>) -> Option<Recognized>;
 
@@ -154,8 +154,8 @@ pub trait CheckpointFormat: fmt::Debug + Send + Sync + 'static {
     /// When the storage fails. What is wrong with the checkpoint is [`Examined::problem`].
     async fn examine(&self, place: &Place) -> Result<Examined, StorageError>;
 
-    /// What the folder of a run says of the checkpoint that was saved last; `None` where formats
-    /// of this kind have no tracker, or the run has none.
+    /// Reads the tracker in the folder of a run, which names the checkpoint that was saved last; `None`
+    /// where formats of this kind have no tracker, or the run has none.
     ///
     /// # Errors
     ///
@@ -170,7 +170,7 @@ pub trait CheckpointFormat: fmt::Debug + Send + Sync + 'static {
     /// When the storage fails.
     async fn select(&self, run: &Place) -> Result<Option<RunSelection>, StorageError>;
 
-    /// What shows that the save of a folder did not finish, although another format, which this one
+    /// Finds the sign that the save of a folder did not finish, although another format, which this one
     /// builds on, opens it with this `metadata`.
     fn unfinished(
         &self,
@@ -182,10 +182,10 @@ pub trait CheckpointFormat: fmt::Debug + Send + Sync + 'static {
     /// besides the files that an index names: a job never writes over it, or into it.
     fn owns(&self, folder: &Folder<'_>, name: &str) -> bool;
 
-    /// What of this format in `folder` refuses a checkpoint of another format there.
+    /// Finds files of this format in `folder` that refuse a checkpoint of another format there.
     fn occupant(&self, folder: &Folder<'_>) -> Option<Occupant>;
 
-    /// How the format is written; `None` for one that is only read, or written by jobs of its own.
+    /// The writer of the format; `None` for one that is only read, or written by jobs of its own.
     fn target(&self) -> Option<&dyn CheckpointTarget>;
 
     /// Opens the checkpoint in a folder or file that this format recognizes.

@@ -16,7 +16,7 @@ use crate::text::{Quoted, without_secrets};
 /// model in the step. A hostile listing could go on.
 const DEPTH_MAX: usize = 2;
 
-/// Where the checkpoint is, of a folder that is none itself.
+/// The place of the checkpoint that a folder without one of its own leads to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum InnerCheckpoint {
@@ -30,7 +30,7 @@ pub enum InnerCheckpoint {
 }
 
 impl FormatRegistry {
-    /// Where to look for the checkpoint of `place`: `None` where it is in the folder itself, or
+    /// Finds the checkpoint that `place` leads to: `None` where it is in the folder itself, or
     /// nowhere.
     ///
     /// # Errors

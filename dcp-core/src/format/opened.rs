@@ -1,4 +1,4 @@
-//! Where a checkpoint is, and what opening it gives.
+//! The place of a checkpoint, the options to open it, and the opened checkpoint.
 
 use std::any::Any;
 use std::fmt;
@@ -15,7 +15,7 @@ use crate::key::Key;
 use crate::metadata::CheckpointMetadata;
 use crate::storage::Storage;
 
-/// How a checkpoint is opened.
+/// Options to open a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OpenOptions {
@@ -238,11 +238,11 @@ pub struct OpenedCheckpoint {
     /// order of the checkpoint. Tensors may have no chunks, objects no placement. `None` where nothing
     /// was left out.
     pub names: Option<Arc<CheckpointMetadata>>,
-    /// What is odd about the checkpoint but does not keep it from being read, for people.
+    /// Oddities of the checkpoint that do not keep it from being read, for people.
     pub notes: Vec<String>,
     /// The checks of the format that the reader does not make.
     pub audit: Option<Arc<dyn CheckpointAudit>>,
-    /// What differs among ranks that saved without collectives: [`OpenOptions::rank`] chooses one.
+    /// Differences among ranks that saved without collectives: [`OpenOptions::rank`] chooses one.
     pub differing: Vec<RankDifference>,
     /// Files that store the same in another form, which [`OpenOptions::variant`] chooses.
     pub variants: Vec<Key>,

@@ -1,4 +1,4 @@
-//! What a format says of a folder.
+//! Results of recognizing a folder by its names.
 
 use std::fmt;
 use std::sync::Arc;
@@ -52,7 +52,7 @@ impl FormatInfo {
     }
 }
 
-/// How much the names in a folder prove. The strongest evidence decides which format opens it.
+/// The strength of the evidence in a folder's names. The strongest decides which format opens it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Evidence {
@@ -65,21 +65,21 @@ pub enum Evidence {
     Run,
     /// Files that could be read, but that no index makes a checkpoint.
     Files,
-    /// What a save that did not finish leaves.
+    /// Files of a save that did not finish.
     Remains,
     /// An index, or what else only a checkpoint of this format has.
     Index,
 }
 
-/// What a folder is for a format.
+/// A folder as one format recognizes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Recognized {
-    /// How sure that is.
+    /// The evidence for that.
     pub evidence: Evidence,
     /// The predicate of a sentence about the folder: `is a PyTorch DCP checkpoint`.
     pub description: String,
-    /// Why the checkpoint is incomplete, by names and lengths.
+    /// The reason why the checkpoint is incomplete, by names and lengths.
     pub problem: Option<String>,
     /// The folder below this one that holds what is opened; `None` where that is this one.
     pub inner: Option<String>,
@@ -119,11 +119,11 @@ impl fmt::Display for Recognized {
     }
 }
 
-/// What a closer look at a checkpoint finds.
+/// The result of a closer look at a checkpoint.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Examined {
-    /// Why it is not whole.
+    /// The reason why it is not whole.
     pub problem: Option<String>,
     /// Whether readers open the checkpoint itself all the same: only a part that nobody needs for that has
     /// the [problem](Self::problem), such as a variant of a model. It counts neither as complete nor as
@@ -196,7 +196,7 @@ impl Examined {
     }
 }
 
-/// What the folder of a run says of the checkpoint that was saved last.
+/// The tracker in the folder of a run, which names the checkpoint that was saved last.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RunTracker {
@@ -232,12 +232,12 @@ pub struct RunSelection {
     pub description: &'static str,
     /// The folder of the checkpoint, or why none can be opened.
     pub folder: Result<String, String>,
-    /// Why it is this one: `the last complete one`.
+    /// The reason for the choice: `the last complete one`.
     pub reason: String,
     /// The file in the run that decides which one is opened, even where the folder itself could be
     /// opened, too.
     pub tracker: Option<&'static str>,
-    /// What is wrong with that file.
+    /// The problem of that file.
     pub tracker_problem: Option<String>,
 }
 
@@ -262,7 +262,7 @@ impl RunSelection {
     }
 }
 
-/// What shows that a save did not finish, where another format can read the folder.
+/// The sign that a save did not finish, where another format can read the folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UnfinishedSave {
@@ -270,7 +270,7 @@ pub struct UnfinishedSave {
     pub file: &'static str,
     /// The predicate of a sentence about the folder.
     pub description: String,
-    /// What to do where the file alone was lost.
+    /// The remedy where the file alone was lost.
     pub remedy: String,
 }
 

@@ -32,7 +32,7 @@ pub struct FormatRegistry {
 pub struct FolderMatch {
     /// The format.
     pub format: Arc<dyn CheckpointFormat>,
-    /// What it says of the folder.
+    /// The folder as the format recognizes it.
     pub found: Recognized,
 }
 
@@ -108,7 +108,7 @@ impl FormatRegistry {
         Some(first.clone())
     }
 
-    /// What each format says, the one registered last first.
+    /// The formats that recognize the folder, the one registered last first.
     fn matches(&self, folder: &Folder<'_>) -> Vec<FolderMatch> {
         let found = self.formats.iter().filter_map(|format| {
             let found = format.recognize(folder)?;
@@ -237,7 +237,7 @@ impl FormatRegistry {
         format.open(&Place::file_of(storage, file), options).await
     }
 
-    /// What a folder holds, as the predicate of a sentence.
+    /// Describes the contents of a folder, as the predicate of a sentence.
     #[must_use]
     pub fn describe(&self, folder: &Folder<'_>) -> String {
         let mut matches = self.recognize(folder);
@@ -272,7 +272,7 @@ impl FormatRegistry {
         Ok(None)
     }
 
-    /// What shows that the save of a folder did not finish; see [`CheckpointFormat::unfinished`].
+    /// Finds the sign that the save of a folder did not finish; see [`CheckpointFormat::unfinished`].
     #[must_use]
     pub fn unfinished(
         &self,
@@ -293,7 +293,7 @@ impl FormatRegistry {
             .any(|format| format.owns(folder, name) && format.recognize(folder).is_some())
     }
 
-    /// What refuses a checkpoint in `folder`, by the format that it is of; see
+    /// Finds the formats whose files in `folder` refuse a checkpoint there, with those files; see
     /// [`CheckpointFormat::occupant`].
     #[must_use]
     pub fn occupants(&self, folder: &Folder<'_>) -> Vec<(FormatInfo, Occupant)> {
@@ -302,7 +302,7 @@ impl FormatRegistry {
         self.formats.iter().filter_map(found).collect()
     }
 
-    /// What a folder without a checkpoint holds, as a message.
+    /// Describes the contents of a folder without a checkpoint, as a message.
     #[must_use]
     pub fn explain(&self, folder: &Folder<'_>) -> String {
         let mut text = format!("not a checkpoint: the directory {}", self.describe(folder));

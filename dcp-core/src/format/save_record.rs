@@ -1,4 +1,4 @@
-//! What a save noted about itself in a file besides the index.
+//! The record that a save writes about itself in a file besides the index.
 
 /// The record of a save, such as dcp's sidecar: a file for facts that the index has no place for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -8,11 +8,11 @@ pub enum SaveRecord {
     Absent,
     /// There is one that cannot be read, with the reason.
     Damaged(String),
-    /// What it says.
+    /// The facts of the record.
     Found(SaveFacts),
 }
 
-/// What the record of a save says.
+/// The facts in the record of a save.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SaveFacts {
@@ -28,10 +28,10 @@ pub struct SaveFacts {
     pub parent_step: Option<u64>,
     /// The chunks and objects that were counted.
     pub items: u64,
-    /// Those of [`items`](Self::items) whose checksums are noted.
+    /// The number of [`items`](Self::items) whose checksums are noted.
     pub items_with_checksum: u64,
     /// The files that hold them.
     pub files: u64,
-    /// Those of [`files`](Self::files) with a noted digest of all their bytes.
+    /// The number of [`files`](Self::files) with a noted digest of all their bytes.
     pub files_with_digest: u64,
 }

@@ -42,12 +42,12 @@ fn name_in(folder: &Key, key: &Key) -> Option<Key> {
     Key::new(key.as_str().strip_prefix(folder.as_str())?.strip_prefix('/')?).ok()
 }
 
-/// The same object under its name in the folder; `None` when it is elsewhere.
+/// Renames an object to its name in the folder; `None` when it is elsewhere.
 fn relative(folder: &Key, meta: ObjectMeta) -> Option<ObjectMeta> {
     Some(ObjectMeta { key: name_in(folder, &meta.key)?, ..meta })
 }
 
-/// The same object under another name.
+/// Replaces the key of an object.
 fn renamed(meta: ObjectMeta, key: &Key) -> ObjectMeta {
     ObjectMeta { key: key.clone(), ..meta }
 }

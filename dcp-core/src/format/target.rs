@@ -1,4 +1,4 @@
-//! What a format needs to be written.
+//! The interface of a format that jobs write.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub trait CheckpointTarget: fmt::Debug + Send + Sync {
     /// formats that it builds on.
     fn parts(&self) -> &'static [&'static str];
 
-    /// What of these formats `folder` holds. `metadata` is the index, where one of the formats can
+    /// Finds the files of these formats in `folder`. `metadata` is the index, where one of the formats can
     /// read it.
     fn existing(&self, folder: &Folder<'_>, metadata: Option<&CheckpointMetadata>) -> Existing;
 
@@ -41,17 +41,17 @@ pub trait CheckpointTarget: fmt::Debug + Send + Sync {
     ) -> Result<Arc<dyn StorageWriter>, CheckpointError>;
 }
 
-/// How a checkpoint is written.
+/// Options to write a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WriterOptions {
     /// Whether an existing checkpoint is replaced. Otherwise it is an error.
     pub overwrite: bool,
-    /// How data is compressed; not at all by default.
+    /// The compression of data; none by default.
     pub compression: Option<Compression>,
 }
 
-/// How the data of a checkpoint is compressed.
+/// The compression of a checkpoint's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Compression {
@@ -80,7 +80,7 @@ impl WriterOptions {
     }
 }
 
-/// What a folder holds of the format that is written there.
+/// The contents of a folder that are of the format to write there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Existing {
@@ -95,8 +95,8 @@ pub enum Existing {
     Other(String),
 }
 
-/// What of a format is in a folder that a checkpoint of another format is written into. A write
-/// would damage it, or readers would open it instead of what was written.
+/// The files of a format in a folder that a checkpoint of another format is written into. A write
+/// would damage them, or readers would open them instead of what was written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Occupant {
@@ -112,7 +112,7 @@ pub enum Occupant {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OccupantRun {
-    /// What it is: `the folder of a run of Megatron-LM`.
+    /// The name of the folder, in words: `the folder of a run of Megatron-LM`.
     pub description: &'static str,
     /// The file or folder that shows it.
     pub file: String,

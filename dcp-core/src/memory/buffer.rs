@@ -17,7 +17,7 @@ pub struct Buffer {
     end: usize,
 }
 
-/// What excludes other loans of a buffer's range.
+/// The entry of the book that excludes other loans of a buffer's range.
 enum Hold {
     /// An entry of the book, from the buffer's start to its end.
     Entry(Arc<Allocation>),

@@ -28,7 +28,7 @@ const MAX_PAIRS: usize = 1 << 24;
 
 type Row<'a> = (&'a [u64], &'a [u64]);
 
-/// What `state` holds and `plan` does not offer.
+/// Finds the regions and objects that `state` holds and `plan` does not offer.
 pub(super) fn unoffered(plan: &SavePlan, state: &StateIndex) -> Vec<Unoffered> {
     let mut offers: HashMap<&str, Vec<Row<'_>>> = HashMap::with_capacity(plan.keys().len());
     for key in plan.keys() {

@@ -1,4 +1,4 @@
-//! What a storage can do, and the sizes that it prefers.
+//! The abilities of a storage, and the sizes that it prefers.
 
 /// The abilities and preferences of a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,7 +18,7 @@ pub struct Capabilities {
     /// Every [`ObjectMeta`](super::ObjectMeta) and read has a [`Version`](super::Version), and
     /// [`ReadRequest::if_version`](super::ReadRequest::if_version) is checked.
     pub versions: bool,
-    /// What a successful call wrote survives a crash of the machine.
+    /// Bytes that a successful call wrote survive a crash of the machine.
     pub durable: bool,
     /// [`Storage::list`](super::Storage::list) lists every object that
     /// [`Storage::stat`](super::Storage::stat) finds, so an unlisted object does not exist. On a

@@ -1,14 +1,14 @@
-//! What uploads that never ended left behind.
+//! Remains of uploads that did not finish.
 
 use std::time::SystemTime;
 
 use crate::error::StorageOp;
 
-/// What an upload that never ended left behind, from [`Storage::leftovers`](super::Storage::leftovers).
+/// The remains of an unfinished upload, from [`Storage::leftovers`](super::Storage::leftovers).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Leftover {
-    /// What it is.
+    /// The kind of leftover.
     pub kind: LeftoverKind,
     /// The path of a temporary file, or the key of the object that an open upload would have become,
     /// below the root of the storage. It is text from the storage, and not a [`Key`](crate::Key): a
@@ -21,7 +21,7 @@ pub struct Leftover {
 }
 
 impl Leftover {
-    /// What is at a path, of unknown length and age.
+    /// A leftover at a path, of unknown length and age.
     #[must_use]
     pub fn new(kind: LeftoverKind, path: impl Into<String>) -> Self {
         Self { kind, path: path.into(), byte_len: None, modified: None }
@@ -52,7 +52,7 @@ pub enum LeftoverKind {
     OpenUpload,
 }
 
-/// What [`Storage::leftovers`](super::Storage::leftovers) does with what it finds.
+/// The treatment of leftovers that [`Storage::leftovers`](super::Storage::leftovers) finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LeftoverAction {
     /// Returns it.

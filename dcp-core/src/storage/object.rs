@@ -56,7 +56,7 @@ impl ObjectMeta {
         Self { key, byte_len, modified: None, version: None }
     }
 
-    /// The same object under another name, as a decorator shows it.
+    /// Replaces the key, as a decorator shows the object under another name.
     #[must_use]
     pub fn with_key(mut self, key: Key) -> Self {
         self.key = key;
@@ -184,7 +184,7 @@ pub enum PutMode {
     Update(Version),
 }
 
-/// How an object is written in parts.
+/// Options to write an object in parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UploadOptions {

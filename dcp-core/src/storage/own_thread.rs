@@ -45,7 +45,7 @@ pub fn is_own_thread() -> bool {
     IS_OWN.get()
 }
 
-/// What one thread of [`OwnThreads`] does.
+/// The work of one thread of [`OwnThreads`].
 pub type Lane = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// The threads of a job on which a writer may run lanes, each [on its own](on_own_thread).

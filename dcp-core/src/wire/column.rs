@@ -77,7 +77,7 @@ impl MessageReader<'_> {
     }
 }
 
-/// How many numbers from `at` are those `distance` before them, at most [`COPY_MAX`].
+/// Counts the numbers from `at` on that equal those `distance` before them, at most [`COPY_MAX`].
 fn repeats(column: &[u64], at: usize, distance: usize) -> usize {
     let Some(from) = at.checked_sub(distance).filter(|from| *from < at) else { return 0 };
     let pairs = column[at..].iter().zip(&column[from..]).take(COPY_MAX);

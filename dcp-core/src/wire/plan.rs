@@ -30,7 +30,7 @@ pub struct PlanParts {
 }
 
 impl PlanParts {
-    /// What identifies the plan among those of a group.
+    /// The hashes that identify the plan among those of a group.
     #[must_use]
     pub fn summary(&self) -> PlanSummary {
         self.summary
@@ -128,7 +128,7 @@ impl<'a> PlanReceiver<'a> {
         Ok((plan_of(input, &outline)?, outline))
     }
 
-    /// What values for the outline of a whole plan begin with.
+    /// The half of a hash that begins the values for the outline of a whole plan.
     pub(super) fn outline_check(message: &[u8]) -> Result<u64, PlanError> {
         let outline = MessageReader::new(message, *SAVE_PLAN)?.bytes()?;
         Ok(halves(fnv1a_128(outline)).1)

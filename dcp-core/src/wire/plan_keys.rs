@@ -189,7 +189,7 @@ impl<'a> Sender<'a> {
     }
 }
 
-/// How many parts each step of a path has, doubled, and one more for an index; `None` when the
+/// The number of parts of each step of a path, doubled, and one more for an index; `None` when the
 /// steps joined by dots are not the parts.
 fn pattern(path: &[PathItem], parts: &[&str]) -> Option<Vec<u64>> {
     let mut rest = parts;

@@ -12,7 +12,7 @@ use super::{MessageReader, MessageWriter, PlanParts, bad};
 use crate::error::{PlanError, Rank};
 use crate::plan::SavePlan;
 
-/// What identifies a plan among those of a group.
+/// The hashes that identify a plan among those of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PlanSummary {
     /// [`SavePlan::fingerprint`].
@@ -21,8 +21,8 @@ pub struct PlanSummary {
     pub outline: u64,
 }
 
-/// What the coordinator requests of the ranks: of equal plans, and of equal outlines, those of the
-/// lowest rank that has them.
+/// The coordinator's request for the plans of the ranks: of equal plans, and of equal outlines, those of
+/// the lowest rank that has them.
 ///
 /// ```
 /// use dcp_core::plan::{PlanKey, SavePlan};
@@ -52,7 +52,7 @@ pub struct PlanRequest {
     values: RankSet,
 }
 
-/// What a rank sends.
+/// The part of its plan that a rank sends.
 enum Sent {
     Whole,
     /// The values, for the outline of another rank.
@@ -100,7 +100,7 @@ impl PlanRequest {
         Self { whole: RankSet::of(&whole), values: RankSet::of(&values) }
     }
 
-    /// What `rank` sends of its plan.
+    /// Encodes the part of its plan that `rank` sends.
     #[must_use]
     pub fn answer(&self, rank: Rank, plan: &PlanParts) -> Bytes {
         if self.whole.contains(rank) {

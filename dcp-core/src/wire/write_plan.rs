@@ -121,7 +121,7 @@ fn start_of(placement: &Placement) -> Start {
     (placement.file, placement.encoding, placement.byte_offset)
 }
 
-/// Where the next item of the file begins.
+/// The offset at which the next item of the file begins.
 fn following(placement: &Placement) -> Option<Start> {
     let Placement { file, encoding, byte_offset, byte_len } = *placement;
     Some((file, encoding, byte_offset.checked_add(byte_len)?))

@@ -47,7 +47,7 @@ impl PlanError {
         }
     }
 
-    /// The same error about `new`, where it is about one tensor or object. Errors of tensors
+    /// Replaces the name in an error about one tensor or object by `new`. Errors of tensors
     /// without a name get one, and a view gives errors the names that it shows.
     #[must_use]
     pub fn with_fqn(mut self, new: impl Into<String>) -> Self {

@@ -116,7 +116,7 @@ impl MegatronArgs {
         vocab_size: count -> u64;
         /// Rows of the embedding.
         padded_vocab_size: count -> u64;
-        /// What `padded_vocab_size` is a multiple of, times the tensor parallel size.
+        /// Factor of `padded_vocab_size`, which is a multiple of it times the tensor parallel size.
         make_vocab_size_divisible_by: count -> u64;
         /// Whether the MLP is gated by SiLU.
         swiglu: flag -> bool;
@@ -136,7 +136,7 @@ impl MegatronArgs {
         normalization: text -> &str;
         /// Added to the variance in normalization.
         norm_epsilon: real -> f64;
-        /// The same, under the name it had before Megatron-Core 0.5.
+        /// `norm_epsilon` under its name before Megatron-Core 0.5.
         layernorm_epsilon: real -> f64;
         /// Experts of a layer.
         num_experts: count -> u64;
@@ -174,7 +174,7 @@ impl MegatronArgs {
         ckpt_format: text -> &str;
         /// Kind of tokenizer.
         tokenizer_type: text -> &str;
-        /// Where the tokenizer is.
+        /// Path or name of the tokenizer.
         tokenizer_model: text -> &str;
     }
 }

@@ -48,7 +48,8 @@ pub async fn load_common_state_dict(storage: &Arc<dyn Storage>) -> Result<Dict, 
     load_common_state_dict_with(storage, &MegatronOpenOptions::default()).await
 }
 
-/// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
+/// Returns the common state of a checkpoint that is opened with `options`, such as a plug-in's
+/// strategy.
 ///
 /// # Errors
 ///
@@ -60,7 +61,8 @@ pub async fn load_common_state_dict_with(
     Ok(MegatronCheckpoint::open(storage, options).await?.common().clone())
 }
 
-/// What Megatron-Core (0.13 and later) notes of a checkpoint's content; `None` where it did not.
+/// Returns the content metadata that Megatron-Core (0.13 and later) stores in a checkpoint; `None`
+/// where there is none.
 ///
 /// # Errors
 ///
@@ -71,7 +73,8 @@ pub async fn load_content_metadata(
     load_content_metadata_with(storage, &MegatronOpenOptions::default()).await
 }
 
-/// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
+/// Returns the content metadata of a checkpoint that is opened with `options`, such as a plug-in's
+/// strategy.
 ///
 /// # Errors
 ///
@@ -96,7 +99,8 @@ pub async fn load_tensors_metadata(
     load_tensors_metadata_with(storage, &MegatronOpenOptions::default()).await
 }
 
-/// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
+/// Returns every tensor of a checkpoint that is opened with `options`, such as a plug-in's
+/// strategy.
 ///
 /// # Errors
 ///
@@ -113,7 +117,8 @@ pub async fn load_tensors_metadata_with(
     Ok(tensors.collect())
 }
 
-/// The same, and every object by its unique key; since 0.19 the common state is among them.
+/// Returns every tensor as [`load_tensors_metadata`] does, and every object by its unique key;
+/// since 0.19 the common state is among them.
 ///
 /// # Errors
 ///
@@ -124,7 +129,8 @@ pub async fn load_sharded_metadata(
     load_sharded_metadata_with(storage, &MegatronOpenOptions::default()).await
 }
 
-/// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
+/// Returns every tensor and object of a checkpoint that is opened with `options`, such as a
+/// plug-in's strategy.
 ///
 /// # Errors
 ///
@@ -176,7 +182,8 @@ pub async fn load_plain_tensors(storage: &Arc<dyn Storage>) -> Result<StateDict,
     load_plain_tensors_with(storage, &MegatronOpenOptions::default()).await
 }
 
-/// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
+/// Returns every tensor and the common state of a checkpoint that is opened with `options`, such as
+/// a plug-in's strategy.
 ///
 /// # Errors
 ///

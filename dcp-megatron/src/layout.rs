@@ -25,12 +25,12 @@ pub struct ParallelLayout {
     pub etp: Option<u32>,
     /// Replicas of a dense layer; as few as there must be for the experts, unless given.
     pub dp: Option<u32>,
-    /// How many of the decoder's layers each pipeline stage has: equally many, unless given.
+    /// The split of the decoder's layers among pipeline stages; by default each has equally many.
     pub split: PipelineSplit,
 }
 
-/// How the decoder's layers are divided among pipeline stages, where these do not have equally many
-/// of them one after the other. Fields are named as options of Megatron-LM.
+/// An uneven or interleaved split of the decoder's layers among pipeline stages. The default gives
+/// each stage equally many layers, one after the other. Fields are named as options of Megatron-LM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct PipelineSplit {
@@ -47,7 +47,7 @@ pub struct PipelineSplit {
 }
 
 impl PipelineSplit {
-    /// What the arguments of a run say.
+    /// Reads the split from the arguments of a run.
     pub(crate) fn of_args(args: &MegatronArgs) -> Self {
         let count = |name| args.count(name).and_then(|n| u32::try_from(n).ok());
         let flag = |name| args.flag(name).unwrap_or(false);
@@ -62,8 +62,8 @@ impl PipelineSplit {
         }
     }
 
-    /// Where each chunk of `layers` ends, and the stage that has it, in the order of the layers;
-    /// `None` when they cannot be divided so.
+    /// Returns the end and the stage of each chunk of `layers`, in the order of the layers; `None`
+    /// when they cannot be divided so.
     pub(crate) fn ends(&self, layers: u64, stages: u32) -> Option<Vec<(u64, u32)>> {
         let wide = u64::from(stages);
         let chunks = u64::from(self.virtual_pipeline_model_parallel_size.unwrap_or(1));
@@ -124,28 +124,28 @@ impl ParallelLayout {
         Self { tp, pp, ep: 1, etp: None, dp: None, split: PipelineSplit::default() }
     }
 
-    /// The same, with the experts of a layer shared by `ep` ranks.
+    /// Sets the expert parallel size: the experts of a layer are shared by `ep` ranks.
     #[must_use]
     pub fn with_ep(mut self, ep: u32) -> Self {
         self.ep = ep;
         self
     }
 
-    /// The same, with each expert shared by `etp` ranks.
+    /// Sets the expert tensor parallel size: each expert is shared by `etp` ranks.
     #[must_use]
     pub fn with_etp(mut self, etp: u32) -> Self {
         self.etp = Some(etp);
         self
     }
 
-    /// The same, with `dp` replicas of dense layers.
+    /// Sets the data parallel size: `dp` replicas of dense layers.
     #[must_use]
     pub fn with_dp(mut self, dp: u32) -> Self {
         self.dp = Some(dp);
         self
     }
 
-    /// The same, with the decoder's layers divided among stages by `split`.
+    /// Sets the division of the decoder's layers among pipeline stages.
     #[must_use]
     pub fn with_split(mut self, split: PipelineSplit) -> Self {
         self.split = split;

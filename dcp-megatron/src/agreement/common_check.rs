@@ -69,7 +69,7 @@ fn attributes<'a>(first: &'a Object, here: &'a Object) -> Option<(&'a Dict, &'a 
     alike.then_some(attributes)
 }
 
-/// Where `here` differs from `first`, the common state of rank 0.
+/// Compares the common state `here` with `first`, that of rank 0.
 pub(crate) fn compare(first: &Dict, here: &Dict) -> CommonDifference {
     let mut difference = CommonDifference::default();
     compare_dicts(first, here, &mut Vec::new(), &mut difference);

@@ -1,4 +1,4 @@
-//! Where the common states of ranks differ.
+//! Differences between the common states of ranks.
 
 use std::fmt;
 
@@ -20,7 +20,7 @@ pub struct CommonDiffers {
     pub ranks: Vec<(Rank, CommonDifference)>,
 }
 
-/// How the common state of a rank differs from that of rank 0; paths are steps joined by dots.
+/// The differences of a rank's common state from that of rank 0; paths are steps joined by dots.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct CommonDifference {

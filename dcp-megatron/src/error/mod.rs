@@ -48,11 +48,11 @@ pub enum MegatronError {
     /// No strategy is registered for a backend in its version.
     #[error("no registered strategy {does} {backend}; registered: {}", listed(.registered), backend = Message(.backend))]
     NoStrategy {
-        /// What it should do.
+        /// The missing operation: `saves to` or `loads from`.
         does: &'static str,
         /// The backend and its version.
         backend: String,
-        /// Those that are registered.
+        /// The registered backends and their versions.
         registered: Vec<String>,
     },
     /// There is no complete Megatron-Core checkpoint.
@@ -74,7 +74,7 @@ pub enum MegatronError {
     /// The common state is missing or no dict.
     #[error("the common state {problem}", problem = Message(.problem))]
     CommonState {
-        /// What is wrong with it, and what to do.
+        /// The problem, and what to do.
         problem: String,
     },
     /// The tracker of a run cannot be parsed.
@@ -89,7 +89,7 @@ pub enum MegatronError {
          it, write the iteration of another one into the tracker, or allow the load to fall back \
          to the last complete one", folder = Message(.folder))]
     TrackedAbsent {
-        /// What the tracker says.
+        /// The checkpoint that the tracker names.
         tracked: Tracked,
         /// The folder of that checkpoint.
         folder: String,
@@ -105,7 +105,7 @@ pub enum MegatronError {
     /// Files differ from `integrity.json`, or a requested verification finds no manifest.
     #[error("the checkpoint is damaged: {}", some(.problems))]
     Damaged {
-        /// What is wrong, by file.
+        /// The problems, by file.
         problems: Vec<String>,
     },
     /// Ranks that load together have opened different checkpoints.
@@ -140,9 +140,9 @@ pub enum MegatronError {
          state of {shards} shards; it has to say so of each of them, in their order"
     )]
     Distribution {
-        /// How many shards it covers.
+        /// The number of shards that the distribution covers.
         decided: usize,
-        /// How many there are.
+        /// The number of shards in the rank's state.
         shards: usize,
     },
     /// The stored shape of a flattened tensor (Megatron-Core 0.8 to 0.15) contradicts its own.
@@ -156,7 +156,7 @@ pub enum MegatronError {
         stored: String,
         /// Its shape for Megatron-Core.
         original: String,
-        /// Why the one is no form of the other.
+        /// The contradiction between the two shapes.
         problem: String,
     },
     /// The parameters of optimizer state in this form cannot be searched.
@@ -164,7 +164,7 @@ pub enum MegatronError {
     Optimizer {
         /// The entry of the checkpoint.
         what: String,
-        /// What prevents it.
+        /// The reason that prevents the search.
         problem: String,
     },
     /// An invalid parallel layout.
@@ -172,7 +172,7 @@ pub enum MegatronError {
     Layout {
         /// The layout.
         layout: ParallelLayout,
-        /// What is wrong with it.
+        /// The reason why it is invalid.
         problem: String,
     },
     /// A dimension that the ranks cannot divide equally.
@@ -182,11 +182,11 @@ pub enum MegatronError {
     Indivisible {
         /// The tensor, or the stack of layers.
         key: String,
-        /// What would be shared: `elements`, `layers` or `experts`.
+        /// The unit that would be divided: `elements`, `layers` or `experts`.
         what: &'static str,
         /// The axis, where it is one.
         axis: Option<usize>,
-        /// How many there are.
+        /// The number of these units.
         len: u64,
         /// Into how many parts.
         parts: u64,
@@ -199,7 +199,7 @@ pub enum MegatronError {
          parameters first"
     )]
     FlatOptimizer {
-        /// How many ranks have buffers of their own.
+        /// The number of model-parallel ranks with buffers of their own.
         groups: u64,
         /// The requested layout.
         layout: ParallelLayout,
@@ -223,11 +223,11 @@ pub enum MegatronError {
         "asynchronous calls do not match: rank {left_rank} is {left}, rank {right_rank} is {right}; \
          schedule and finalize on all ranks, in the same order", left = Message(.left), right = Message(.right))]
     UnmatchedCalls {
-        /// What one rank is doing.
+        /// The step that one rank is at, such as the finalizer of a call.
         left: String,
         /// The rank that is.
         left_rank: Rank,
-        /// What another rank is doing.
+        /// The step that another rank is at.
         right: String,
         /// That other rank.
         right_rank: Rank,
@@ -237,7 +237,7 @@ pub enum MegatronError {
     Legacy {
         /// The folder, such as `mp_rank_00_001`.
         folder: String,
-        /// What is wrong with it, and what to do.
+        /// The problem, and what to do.
         problem: String,
     },
     /// An error of an offline job.

@@ -13,15 +13,15 @@ use crate::open::checkpoint::{MegatronCheckpoint, StoredFormat};
 use crate::optimizer::OptimizerFormat;
 use crate::partition::Observed;
 
-/// What a checkpoint of Megatron-Core is. Serialized, it is `megatron` in the output of
-/// `dcp inspect --json`.
+/// A description of a Megatron-Core checkpoint. Serialized, it is `megatron` in the output of `dcp
+/// inspect --json`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Description {
     /// The format, by the name that `--ckpt-format` has for it: `torch_dist`, `zarr`, `torch`; or
     /// `plug-in`.
     pub format: &'static str,
-    /// Where the common state is: a file, or the key of an object.
+    /// The place of the common state: a file, or the key of an object.
     pub common_place: &'static str,
     /// Which versions of Megatron-Core may have written it.
     pub written_by: String,
@@ -31,10 +31,10 @@ pub struct Description {
     pub iteration: Option<u64>,
     /// Samples that were trained on.
     pub consumed_samples: Option<u64>,
-    /// How the model is divided among ranks, as the files have it.
+    /// The parallel sizes that the stored chunks and files show.
     pub parallel: ParallelSizes,
-    /// What the arguments say of it, where that is something else: they are those of the run that
-    /// saved the model, and stay as they are when it is resharded.
+    /// The parallel sizes in the arguments, where they differ from `parallel`: they are those of
+    /// the run that saved the model, and stay as they are when it is resharded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parallel_of_args: Option<ParallelSizes>,
     /// The stacks of layers, by the name that their keys begin with, such as `decoder.layers`.
@@ -45,13 +45,13 @@ pub struct Description {
     pub objects: IndexMap<String, ObjectGroup>,
     /// Keys of the common state, and what kind of value each is.
     pub common: IndexMap<String, String>,
-    /// What Megatron-Core (0.13 and later) notes of the content, as `value_json` writes it.
+    /// The content metadata that Megatron-Core (0.13 and later) stores, as `value_json` writes it.
     pub content_metadata: Option<serde_json::Value>,
-    /// What is odd about it.
+    /// Oddities that did not keep the checkpoint from being opened.
     pub warnings: Vec<String>,
 }
 
-/// How a model is divided among ranks; `None` where it is unknown.
+/// The parallel sizes of a model; `None` where one is unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct ParallelSizes {
@@ -75,7 +75,7 @@ pub struct ParallelSizes {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Layers {
-    /// How many layers.
+    /// The number of layers.
     pub count: u64,
     /// The axis that the layers are on in tensors that hold all of them; `None` where every
     /// layer has tensors of its own.
@@ -90,14 +90,14 @@ pub struct Layers {
 pub struct ObjectGroup {
     /// The grid that they lie on: objects per axis.
     pub grid: Vec<u64>,
-    /// How many of them are there.
+    /// The number of objects that are stored.
     pub stored: u64,
     /// Bytes that they take, where known.
     pub bytes: u64,
 }
 
 impl MegatronCheckpoint {
-    /// What the checkpoint is. Reads no tensor and no object.
+    /// Describes the checkpoint. Reads no tensor and no object.
     ///
     /// # Errors
     ///

@@ -22,7 +22,7 @@ use crate::open::run::MegatronRun;
 
 const METADATA: &str = ".metadata";
 
-/// What was removed from a checkpoint.
+/// The entries and files that were removed from a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Removed {
@@ -30,7 +30,7 @@ pub struct Removed {
     pub entries: Vec<Arc<str>>,
     /// Files in which nothing else was.
     pub files: Vec<Key>,
-    /// What could not be done after that: the checkpoint is whole all the same.
+    /// Warnings of steps that failed after the removal; the checkpoint is whole all the same.
     pub warnings: Vec<String>,
 }
 

@@ -156,7 +156,7 @@ async fn nested(
     Ok(unflatten(leaves)?)
 }
 
-/// The same with every object in one piece, under a unique key.
+/// Returns a view of `source` that shows every object in one piece, under a unique key.
 async fn with_unique_keys(
     source: &Source,
     metadata: &Arc<CheckpointMetadata>,

@@ -43,7 +43,8 @@ pub async fn verify(
     verify_with(storage, deep, &MegatronOpenOptions::default().with_job(job.clone())).await
 }
 
-/// The same, opened in this way, though always tolerantly: by a plug-in's strategy, for one.
+/// Verifies a checkpoint that is opened with `options`, such as a plug-in's strategy, though always
+/// tolerantly.
 ///
 /// # Errors
 ///
@@ -58,8 +59,8 @@ pub async fn verify_with(
     verify_opened(&checkpoint, deep, &options.job).await
 }
 
-/// The same for a checkpoint that was opened tolerantly. The ranks of a [group](JobOptions::group) divide
-/// the comparison of stored bytes; rank 0 does the rest, and its report is the complete one.
+/// Verifies a checkpoint that was opened tolerantly. The ranks of a [group](JobOptions::group)
+/// divide the comparison of stored bytes; rank 0 does the rest, and its report is the complete one.
 ///
 /// # Errors
 ///

@@ -10,7 +10,7 @@ use crate::sharded::{
     build, leaves_of, sharded_leaves,
 };
 
-/// What a rank requests.
+/// The entries that a rank requests, prepared for reading.
 #[derive(Debug, Default)]
 pub(crate) struct ToLoad {
     /// Tensors and objects, those of factories too, and local values.

@@ -173,7 +173,7 @@ pub struct Loaded {
     /// Tensors of this rank that are stored in another shape, as allowed: key, stored
     /// shape, requested shape. Elements that are not stored are zero.
     pub reshaped: Vec<(Arc<str>, Dims, Dims)>,
-    /// How the tensors and objects that this rank requested differ from what is stored.
+    /// The differences between the tensors and objects that this rank requested and those stored.
     pub report: LoadReport,
     /// The bytes and items of the reads.
     pub read: ReadReport,

@@ -310,7 +310,7 @@ impl RecordedStorage {
 type Listed<T> = Pin<Box<dyn Stream<Item = Result<T, StorageError>> + Send>>;
 
 impl RecordedStorage {
-    /// The same listing, recorded when it was followed to its end.
+    /// Passes `listing` on, and records its entries once it was followed to its end.
     fn recording<T: Clone + Send + 'static>(
         &self,
         listing: Listed<T>,

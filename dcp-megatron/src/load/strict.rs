@@ -5,8 +5,9 @@ use std::str::FromStr;
 
 use crate::error::UnknownStrictHandling;
 
-/// How a load treats requested keys that are not stored (*unexpected*, of this rank) and stored
-/// keys that no rank requests (*missing*), as in Megatron-Core since 0.8. Keys of objects count without their place.
+/// The treatment of requested keys that are not stored (*unexpected*, of this rank) and of stored
+/// keys that no rank requests (*missing*), as in Megatron-Core since 0.8. Keys of objects count
+/// without their place.
 ///
 /// In all modes but the first, unexpected keys are left out of the request and of the result, with the
 /// whole factory of each; lists close up over them. An object whose key is stored but whose place is not, because

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use super::registration::{Place, Registration};
 use super::shards::Known;
 
-/// What one buffer holds, in the order of the buffer: classes of parameters.
+/// The classes of parameters in one buffer, in the order of the buffer.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Sequence {
     /// Buffers of the same group belong to the same rank.

@@ -88,10 +88,10 @@ pub async fn per_parameter(
     of_buffers(buffers, &metadata, common, from, job).await
 }
 
-/// The same for a checkpoint of `mp_rank_*` folders. `source` shows the model with its tensors
-/// merged, in chunks as ranks have them; `optimizers` are the files `distrib_optim.pt` of the
-/// folders, in any order. The buffers themselves are not shown, whether all of their parameters
-/// were found or not.
+/// Shows a checkpoint of `mp_rank_*` folders as one whose optimizer is `fully_reshardable`.
+/// `source` shows the model with its tensors merged, in chunks as ranks have them; `optimizers` are
+/// the files `distrib_optim.pt` of the folders, in any order. The buffers themselves are not shown,
+/// whether all of their parameters were found or not.
 ///
 /// # Errors
 ///
@@ -214,7 +214,7 @@ struct Place {
 /// The boxes of a tensor, in the order in which they were found.
 type Boxes = IndexMap<Region, Place>;
 
-/// Where the parameters of all buffers lie, by the entry of the model's tensor.
+/// The places of the parameters of all buffers, by the entry of the model's tensor.
 #[derive(Debug, Default)]
 struct Found {
     places: BTreeMap<usize, Boxes>,

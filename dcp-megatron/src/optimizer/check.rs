@@ -26,7 +26,7 @@ use crate::error::MegatronError;
 /// Elements to compare at once.
 pub(super) const SEGMENT: u64 = 1 << 20;
 
-/// How much of every parameter is compared.
+/// The share of every parameter that is compared.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CheckDepth {

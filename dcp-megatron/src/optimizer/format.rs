@@ -8,7 +8,7 @@ use dcp_core::{CheckpointMetadata, Value};
 
 use super::keys::{BucketKey, GroupObjectKey, ParamStateKey};
 
-/// How a checkpoint of Megatron-Core divides the optimizer's state into tensors.
+/// The format in which a Megatron-Core checkpoint divides the optimizer's state into tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum OptimizerFormat {

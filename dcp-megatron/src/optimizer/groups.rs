@@ -13,7 +13,7 @@ use super::keys::GroupKey;
 const OPTIMIZER: &str = "optimizer";
 const GROUPS: &str = "param_groups";
 
-/// What objects beside the buffers say, by group and by their name.
+/// The names and values of the objects beside the buffers, by group.
 pub(super) type GroupObjects = BTreeMap<GroupKey, Vec<(String, Value)>>;
 
 /// The common state of a checkpoint whose optimizer becomes `fully_reshardable`, and where groups

@@ -11,8 +11,8 @@ use dcp_core::value::{Dict, python_str};
 
 use super::keys::GroupKey;
 
-/// What makes a parameter group another one: 0.20's, of which earlier versions have some. NeMo has
-/// them behind `pre_`.
+/// The fields that identify a parameter group: 0.20's, of which earlier versions have some. NeMo
+/// has them with the prefix `pre_`.
 const IDENTIFIERS: [&str; 9] = [
     "wd_mult",
     "lr_mult",
@@ -34,8 +34,8 @@ const GROUPS_MAX: usize = 1 << 10;
 /// Places that are listed of one group.
 const LISTED: usize = 64;
 
-/// What the optimizer of one group of data-parallel ranks has otherwise than that of the first,
-/// which is used for all where the state is stored by parameter.
+/// The settings in which the optimizer of one group of data-parallel ranks differs from that of the
+/// first, which is used for all where the state is stored by parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SettingsDifference {
@@ -43,7 +43,7 @@ pub struct SettingsDifference {
     pub group: String,
     /// The group whose values are used.
     pub taken: String,
-    /// Where they differ: steps joined by dots.
+    /// The places of the different values: steps joined by dots.
     pub paths: Vec<String>,
 }
 

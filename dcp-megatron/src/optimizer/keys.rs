@@ -160,8 +160,8 @@ pub(crate) fn group_of(fqn: &str) -> Option<u64> {
     GroupKey::parse(fqn).map(|(group, _)| group.group)
 }
 
-/// How many ranks of the model have buffers of their own for its dense parameters; `None` when the
-/// optimizer's state is not in such buffers.
+/// Returns the number of ranks of the model that have buffers of their own for its dense
+/// parameters; `None` when the optimizer's state is not in such buffers.
 pub(crate) fn model_parallel_groups<'a>(fqns: impl Iterator<Item = &'a str>) -> Option<u64> {
     let groups = fqns.filter_map(GroupKey::parse).map(|(group, _)| group);
     let dense = groups.filter(|group| group.chained.is_none_or(|chained| chained == 0));

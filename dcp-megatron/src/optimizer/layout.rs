@@ -1,4 +1,4 @@
-//! How Megatron lays parameters out in a flat gradient buffer (0.6 to 0.19).
+//! The layout of parameters in a flat gradient buffer of Megatron (0.6 to 0.19).
 //!
 //! Parameters come in the reverse of the order in which modules registered them, for that is
 //! roughly the order in which gradients become ready. Each begins at a multiple of [`ALIGNMENT`];
@@ -10,7 +10,7 @@ use std::ops::Range;
 /// Elements: every parameter begins at a multiple of it, counted from the beginning of its bucket.
 pub const ALIGNMENT: u64 = 64;
 
-/// How a buffer is divided into buckets.
+/// Options of the division of a buffer into buckets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FlatLayoutOptions {
@@ -32,14 +32,14 @@ impl FlatLayoutOptions {
         Self { data_parallel: data_parallel.max(1), bucket_size: None, high_bandwidth: false }
     }
 
-    /// The same, with buckets that end after `elements`.
+    /// Sets the number of elements after which a bucket ends.
     #[must_use]
     pub fn with_bucket_size(mut self, elements: u64) -> Self {
         self.bucket_size = Some(elements);
         self
     }
 
-    /// The same, with buckets padded for the network, or not.
+    /// Sets whether buckets are padded for the network.
     #[must_use]
     pub fn with_high_bandwidth(mut self, padded: bool) -> Self {
         self.high_bandwidth = padded;
@@ -71,7 +71,7 @@ impl FlatParam {
         Self { elements, alone: false }
     }
 
-    /// The same, with a bucket of its own or not.
+    /// Sets whether the parameter has a bucket of its own.
     #[must_use]
     pub fn with_alone(mut self, alone: bool) -> Self {
         self.alone = alone;
@@ -88,7 +88,7 @@ pub struct FlatBucket {
     /// Its elements without the padding at its end, as a checkpoint stores them. Before a
     /// parameter with a bucket of its own, they end at a multiple of [`ALIGNMENT`].
     pub unpadded: u64,
-    /// Where its parameters lie, counted from its beginning, in the order of the buffer.
+    /// The ranges of its parameters, in elements from its beginning, in the order of the buffer.
     pub params: Vec<Range<u64>>,
 }
 

@@ -1,4 +1,4 @@
-//! What the ranks of a group do in an exchange, as the coordinator sends it.
+//! The coordinator's messages that assign reads and sends to the ranks of an exchange.
 
 use bytes::Bytes;
 use dcp_core::plan::LoadPlan;
@@ -6,11 +6,11 @@ use dcp_core::{PlanError, Rank};
 
 use crate::needs::Needs;
 
-/// What all ranks need of an exchange. It has a number for each rank, so it is broadcast, and not a part of
-/// every assignment.
+/// The part of an exchange's plan that all ranks need. It has a number for each rank, so it is broadcast,
+/// and not a part of every assignment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Schedule {
-    /// How many messages each rank sends.
+    /// The number of messages that each rank sends.
     pub(crate) turns: Vec<u32>,
     /// The bytes of the load.
     pub(crate) needs: Needs,
@@ -18,14 +18,14 @@ pub(crate) struct Schedule {
     pub(crate) reads_again: bool,
 }
 
-/// What one rank does.
+/// The reads and sends of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Assignment {
-    /// What it reads and sends; the leaf of an item is the number of its message.
+    /// Items that the rank reads and sends; the leaf of an item is the number of its message.
     pub(crate) send: LoadPlan,
-    /// What it reads for itself alone.
+    /// Items that the rank reads for itself alone.
     pub(crate) keep: LoadPlan,
-    /// What a measurement reads again, when another rank of the machine has read it.
+    /// Items that a measurement reads again, when another rank of the machine has read them.
     pub(crate) again: LoadPlan,
 }
 
@@ -57,7 +57,7 @@ impl Schedule {
         })
     }
 
-    /// How many messages `rank` sends.
+    /// The number of messages that `rank` sends.
     pub(crate) fn turns_of(&self, rank: Rank) -> u32 {
         self.turns.get(rank as usize).copied().unwrap_or(0)
     }

@@ -217,7 +217,7 @@ pub(crate) async fn spread_metadata(
     group.all_succeed(Phase::Open, metadata).await
 }
 
-/// What any rank needs.
+/// The chunks and objects that any rank needs.
 #[derive(Debug, Default)]
 struct Needs {
     /// Regions by entry and chunk, of all ranks.

@@ -142,7 +142,7 @@ impl Cast {
     }
 }
 
-/// What became of the tensors of which this rank wrote anything.
+/// Reports the casts of the tensors of which this rank wrote anything.
 pub(crate) fn report<'a>(casts: impl Iterator<Item = &'a Cast>) -> CastReport {
     let mut report = CastReport::default();
     for cast in casts {

@@ -98,7 +98,7 @@ fn hull(regions: &[Region]) -> Option<Region> {
     Region::new(start, sizes).ok()
 }
 
-/// What of `region` is not in `hole`: at most two boxes an axis.
+/// Returns the boxes of `region` that are outside of `hole`: at most two an axis.
 fn without(region: &Region, hole: &Region) -> Vec<Region> {
     let Some(hole) = region.intersect(hole) else { return vec![region.clone()] };
     let (mut offsets, mut sizes) = (region.offsets().clone(), region.sizes().clone());

@@ -61,8 +61,8 @@ struct Pile {
 }
 
 impl Division {
-    /// What each rank does, given the different plans and for each rank which of them is its own;
-    /// nothing for a rank that reads by itself.
+    /// Divides the reads among ranks, by the different plans and for each rank which of them is its own;
+    /// a rank that reads by itself gets nothing.
     pub(crate) fn divide(
         &self,
         metadata: &CheckpointMetadata,
@@ -137,7 +137,7 @@ impl Division {
         needed.needs(sent, most_of(|pile| pile.send_bytes), kept)
     }
 
-    /// What each rank reads again if the load measures speeds.
+    /// Returns the items that each rank reads again if the load measures speeds.
     fn again(
         &self,
         needs: Needs,

@@ -80,7 +80,7 @@ pub enum CheckpointEvent {
     },
 }
 
-/// What an event is of.
+/// The operation that an event is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Operation {
@@ -102,7 +102,7 @@ impl Observers {
         self.all.push(observer);
     }
 
-    /// The same observers, of events of `rank`.
+    /// Returns the same observers, for events of `rank`.
     pub(crate) fn of_rank(&self, rank: Rank) -> Self {
         Self { rank, all: self.all.clone() }
     }

@@ -1,4 +1,4 @@
-//! What the reading rank sends: pieces of tensors and objects, with their names.
+//! Messages of a rank that reads for others: pieces of tensors and objects, with their names.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -70,7 +70,7 @@ impl Group {
         Ok(Self { collective, jobs, coordinator, called, concluded: false })
     }
 
-    /// What failures of this rank call it, where the group is a part of a larger one; by default
+    /// Sets the number of this rank in failures, where the group is a part of a larger one; by default
     /// its rank in the group.
     #[must_use]
     pub fn called(mut self, rank: Rank) -> Self {

@@ -1,4 +1,4 @@
-//! What only one rank of a group needs, it reads for itself.
+//! Reads of items that only one rank of a group needs: that rank reads them for itself.
 
 use std::sync::Arc;
 

@@ -44,7 +44,7 @@ pub struct Loader {
     staging_bytes: u64,
 }
 
-/// How closely a checkpoint must fit the state dict.
+/// The differences between checkpoint and state dict that a load allows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LoadMode {
@@ -62,19 +62,19 @@ pub enum LoadMode {
     Partial,
 }
 
-/// What a load did on this rank.
+/// The result of a load on this rank.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct LoadSummary {
-    /// How checkpoint and state dict differ.
+    /// The differences between checkpoint and state dict.
     pub report: LoadReport,
-    /// What it cost.
+    /// The cost of the reads.
     pub read: ReadReport,
     /// The checkpoint's index.
     pub metadata: Arc<CheckpointMetadata>,
 }
 
-/// What a load reads through.
+/// The reader of a load.
 #[derive(Clone, Copy, Debug)]
 enum Through<'a> {
     Any(&'a dyn StorageReader),
@@ -101,19 +101,19 @@ struct Prepared {
     places: Vec<Place>,
 }
 
-/// Where a leaf sits in the state dict.
+/// The place of a leaf in the state dict.
 #[derive(Clone, Debug)]
 enum Place {
     Path(StatePath),
     TopLevel(Arc<str>),
 }
 
-/// What a rank says of the checkpoint it sees, so that all load the same one.
+/// The checkpoint as one rank sees it; ranks compare these, so that all load the same one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Sight {
     entries: u64,
     digest: u64,
-    /// How often this rank reads.
+    /// The number of times that this rank reads.
     rounds: u64,
 }
 
@@ -165,7 +165,7 @@ impl Loader {
         self
     }
 
-    /// How closely the checkpoint must fit.
+    /// Sets the differences between checkpoint and state dict that the load allows.
     #[must_use]
     pub fn mode(mut self, mode: LoadMode) -> Self {
         self.mode = mode;

@@ -82,7 +82,7 @@ fn leading(
     Ok(leading)
 }
 
-/// What the neighbors of a rank that sends `send` read again: the first of what it reads itself.
+/// Returns the first tensors of `send`, which neighbors of the rank that sends it read again.
 pub(crate) fn read_again(
     send: &LoadPlan,
     metadata: &CheckpointMetadata,

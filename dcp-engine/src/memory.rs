@@ -1,4 +1,4 @@
-//! What a saver remembers of earlier saves.
+//! The plans and names that a saver keeps from earlier saves.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -42,7 +42,7 @@ pub(crate) struct Totals {
     pub(crate) compared: Option<Compared>,
 }
 
-/// What a rank wrote, and how long it took.
+/// The report of a rank's write, with its duration.
 #[derive(Debug, PartialEq)]
 pub(crate) struct RankReport {
     /// Without the durations of its files.

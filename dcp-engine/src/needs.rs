@@ -63,8 +63,8 @@ pub(crate) struct Speeds {
 const WORTH: u64 = 256 << 20;
 /// Bytes that are sent without one.
 const UNMEASURED: u64 = 2 * WORTH;
-/// How many times as fast as a rank reads it could receive: 200 Gbit/s are so many times the 1.5 GB/s that a
-/// storage gives each of many ranks.
+/// The highest ratio of the speeds at which a rank could receive and reads: 200 Gbit/s are so many times
+/// the 1.5 GB/s that a storage gives each of many ranks.
 const FASTER_AT_MOST: u64 = 16;
 
 impl Needs {

@@ -1,4 +1,4 @@
-//! What ranks know of each other's plans before any plan is sent, and which of them share.
+//! Offers: fingerprints of plans that ranks exchange before any plan is sent, to find which of them share.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ pub(crate) struct Offer {
     plan: u128,
     /// A fingerprint of its objects, if they are no part of `plan`.
     objects: u64,
-    /// What the rank needs.
+    /// The bytes that the rank needs.
     byte_len: u64,
     machine: Option<u64>,
 }
@@ -34,8 +34,8 @@ pub(crate) struct Sharers {
 impl Offer {
     pub(crate) const LEN: usize = 40;
 
-    /// What a rank with this plan offers. With `replicas_only`, ranks with the same tensors share them,
-    /// also where their objects differ: states of random generators and data loaders are of one rank.
+    /// Makes the offer of a rank with this plan. With `replicas_only`, ranks with the same tensors share
+    /// them, also where their objects differ: states of random generators and data loaders are of one rank.
     pub(crate) fn of(
         metadata: &CheckpointMetadata,
         plan: &LoadPlan,
@@ -129,7 +129,7 @@ impl Sharers {
         Some(LoadPlan { items: stored(plan).filter(|item| all || is_tensor(item)).collect() })
     }
 
-    /// What of its plan a rank shares, and what it reads by itself.
+    /// Splits the plan of a rank into the part that it shares, and the part that it reads by itself.
     pub(crate) fn split<'a>(
         &self,
         rank: Rank,
@@ -152,7 +152,7 @@ impl Sharers {
         alone.map(|(rank, (_, offer))| (rank, offer.byte_len)).collect()
     }
 
-    /// What a division needs at least: one in which all ranks with the same plan read as much.
+    /// The least needs of a division: those of one in which all ranks with the same plan read as much.
     pub(crate) fn needs(&self, offers: &[Offer], machines: &[Rank]) -> Needs {
         let mut ranks_of: HashMap<Rank, Vec<Rank>> = HashMap::new();
         for (rank, plan) in (0..).zip(&self.plan_of) {

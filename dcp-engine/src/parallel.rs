@@ -72,18 +72,18 @@ pub struct ParallelReader {
     machine: Option<u64>,
     speeds: Option<Speeds>,
     known: OnceCell<Known>,
-    /// What was decided for the load under way.
+    /// The decision for the load under way.
     way: Mutex<Option<Way>>,
 }
 
-/// How the ranks of a load read.
+/// The way in which the ranks of a load read.
 #[derive(Clone, Debug)]
 enum Way {
     Alone,
     Shared(Arc<Shared>),
 }
 
-/// What ranks agreed on for plans that they share.
+/// The agreement of ranks about plans that they share.
 #[derive(Clone, Debug)]
 struct Shared {
     offers: Vec<Offer>,
@@ -95,7 +95,7 @@ struct Shared {
 #[derive(Clone, Debug)]
 struct Known {
     metadata: Arc<CheckpointMetadata>,
-    /// What the ranks of the group call themselves.
+    /// The world rank of each rank of the group.
     world_ranks: Vec<Rank>,
 }
 
@@ -120,8 +120,8 @@ impl ParallelReader {
         }
     }
 
-    /// What errors call this rank, where the group is a part of a larger one; by default its rank
-    /// in the group.
+    /// Sets the number of this rank in errors, where the group is a part of a larger one; by default its
+    /// rank in the group.
     #[must_use]
     pub fn world_rank(mut self, rank: Rank) -> Self {
         self.world_rank = rank;
@@ -135,7 +135,7 @@ impl ParallelReader {
         self
     }
 
-    /// How ranks exchange data; the same on all ranks.
+    /// The way in which ranks exchange data; the same on all ranks.
     #[must_use]
     pub fn exchange(mut self, exchange: Exchange) -> Self {
         self.exchange = exchange;

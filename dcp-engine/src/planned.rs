@@ -1,4 +1,4 @@
-//! What plans refer to in the metadata.
+//! Lookups of the entries and chunks that plans refer to in the metadata.
 
 use dcp_core::metadata::Entry;
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, PlanError, Region};

@@ -20,7 +20,7 @@ pub(crate) struct ReadAhead {
     metadata: Arc<CheckpointMetadata>,
     waiting: VecDeque<Message>,
     reading: Option<Reading>,
-    /// Why there are no messages.
+    /// The error because of which there are no messages.
     problem: Option<CheckpointError>,
 }
 

@@ -1,6 +1,6 @@
 //! Whether ranks share their reads, and how.
 
-/// How ranks exchange the data that they have read.
+/// The way in which ranks exchange the data that they have read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Exchange {
@@ -17,7 +17,7 @@ pub enum Exchange {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReadSharing {
-    /// What several ranks need is read by one of them, and sent to the others.
+    /// One of the ranks that need the same reads it, and sends it to the others.
     Always,
     /// Each load takes the way that is expected to be faster: ranks share where that saves a tenth
     /// of the time.

@@ -1,4 +1,4 @@
-//! What a rank takes out of what others send, into its own memory.
+//! The receiver of an exchange: copies this rank's parts of the messages of others into its own memory.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -51,11 +51,11 @@ pub struct Saver {
     staging_bytes: u64,
     memory: Option<Arc<Memory>>,
     observers: Observers,
-    /// What errors call the place.
+    /// The name of the place in errors.
     place: Option<Arc<str>>,
     /// Whether a process alone saves parts of tensors.
     allow_parts: bool,
-    /// How many saves have begun, so that ranks notice when they are at different ones.
+    /// The number of saves that have begun, so that ranks notice when they are at different ones.
     begun: Arc<AtomicU64>,
 }
 
@@ -68,7 +68,7 @@ struct Prepared {
     values: SmallValues,
 }
 
-/// What this rank is to write, and on the coordinator what is to be committed.
+/// This rank's part of the write, and on the coordinator the data of the commit.
 #[derive(Debug)]
 struct Planned<'a> {
     prepared: Prepared,
@@ -173,7 +173,7 @@ impl Saver {
         self
     }
 
-    /// What errors call the place of the saves, such as its URL.
+    /// Sets the name of the place of the saves in errors, such as its URL.
     #[must_use]
     pub fn place(mut self, name: &str) -> Self {
         self.place = Some(name.into());
@@ -461,7 +461,7 @@ impl Saver {
         Ok(Planned { prepared, plan, lead, reused: false, compares })
     }
 
-    /// What errors call the planner: the name of its type, as it shows itself.
+    /// The name of the planner in errors: that of its type, as it shows itself.
     fn planner_name(&self) -> String {
         let shown = format!("{:?}", self.planner);
         let name = shown.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or("");

@@ -91,7 +91,7 @@ impl StateSink {
     }
 }
 
-/// The same place for every request of an item.
+/// The place of an item: the same for every request of it.
 fn place(item: &ReadItem) -> Option<Place> {
     let ReadKind::Tensor { shard, region, .. } = &item.kind else { return None };
     Some((item.leaf, *shard, region.offsets().clone(), region.sizes().clone()))

@@ -106,7 +106,7 @@ fn hash_of_tensor(tensor: &Tensor) -> Option<u64> {
     Some(hash_of(&shard.view()?.payload().ok()?.to_bytes()))
 }
 
-/// Why the coordinator requests single hashes.
+/// The reason for which the coordinator requests single hashes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Request {
     /// Ranks have other values under the same names.
@@ -135,7 +135,7 @@ pub(crate) fn request(
     unknown.then_some(Request::Names)
 }
 
-/// What the single hashes of all ranks say.
+/// The result of comparing the single hashes of all ranks.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Compared {
     pub(crate) differing: Vec<DifferingValue>,

@@ -96,7 +96,7 @@ impl StateSource {
         Ok(Self { items, casts, segment_bytes, piece_bytes, observers })
     }
 
-    /// What was cast so far, and what that lost.
+    /// The casts so far, and their losses.
     pub(crate) fn cast_report(&self) -> CastReport {
         let mut report = report(self.casts.iter());
         report.tensors.sort_unstable_keys();

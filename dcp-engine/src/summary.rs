@@ -23,11 +23,11 @@ pub struct SaveSummary {
     pub reused_plan: bool,
     /// The duration of each step on this rank.
     pub timings: SaveTimings,
-    /// How long the ranks wrote.
+    /// The durations of the ranks' writes.
     pub write_times: WriteTimes,
-    /// What [`Saver::cast`](crate::Saver::cast) did to the tensors of which this rank wrote anything.
+    /// The result of [`Saver::cast`](crate::Saver::cast) for the tensors of which this rank wrote anything.
     pub cast: CastReport,
-    /// The same of all ranks together.
+    /// The counts of the casts of all ranks together.
     pub cast_total: CastCounts,
     /// Values that ranks have under one name and that differ, by name: the checkpoint holds that of one rank.
     /// Objects and whole tensors in host memory of at most 64 KiB are compared, 1024 of each rank, and at most
@@ -68,13 +68,13 @@ pub struct SaveTimings {
     pub commit: Duration,
 }
 
-/// How long the ranks of a save wrote, each without the wait for the others.
+/// The durations of the ranks' writes in a save, each without the wait for the others.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct WriteTimes {
     /// The rank that wrote longest.
     pub slowest_rank: Rank,
-    /// How long it wrote.
+    /// The duration of its write.
     pub slowest: Duration,
     /// Bytes that it wrote.
     pub slowest_bytes: u64,
@@ -84,7 +84,7 @@ pub struct WriteTimes {
     pub slowest_file: Option<FileTime>,
 }
 
-/// How long one data file took.
+/// The duration of one data file's write.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct FileTime {

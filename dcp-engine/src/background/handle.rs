@@ -25,7 +25,7 @@ pub struct SaveHandle {
     shared: Arc<Shared>,
 }
 
-/// How far a background save has come on this rank.
+/// The progress of a background save on this rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum SaveStage {
@@ -99,7 +99,7 @@ impl SaveHandle {
         Self { slot, ended, shared }
     }
 
-    /// How far the save has come.
+    /// The stage that the save has reached.
     #[must_use]
     pub fn stage(&self) -> SaveStage {
         self.slot.stage.borrow().0

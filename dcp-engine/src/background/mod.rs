@@ -63,7 +63,7 @@ pub struct BackgroundSaver {
     shared: Arc<Shared>,
 }
 
-/// What a save does that starts while an earlier one is under way.
+/// The behavior of a save that starts while an earlier one is under way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WhenBusy {

@@ -21,11 +21,11 @@ use crate::summary::WriteTimes;
 #[derive(Debug)]
 pub(super) struct Lead<'a> {
     run: Option<SaveRun<'a>>,
-    /// What the plan depends on: fingerprints and layout.
+    /// The fingerprints and the layout that the plan depends on.
     key: Vec<u128>,
     /// Of the plans that ranks offer.
     summaries: Vec<PlanSummary>,
-    /// Why reports have the hashes of single small values.
+    /// The reason for which reports have the hashes of single small values.
     compares: Option<Request>,
     /// The plan with its places.
     pub(super) plan: Option<Arc<GlobalPlan>>,

@@ -89,7 +89,7 @@ impl Saver {
         Ok(())
     }
 
-    /// What a plan depends on beside the state and the writer.
+    /// The settings that a plan depends on besides the state and the writer.
     fn settings(&self) -> [String; 3] {
         let (rank, world, coordinator) = (self.rank(), self.world_size(), self.coordinator);
         [

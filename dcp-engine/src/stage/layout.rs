@@ -22,12 +22,12 @@ pub(super) struct Layout {
     copies: Vec<(u64, Original)>,
     /// Byte offsets of the copies of contiguous elements, by address and length of the elements.
     offsets: HashMap<(usize, u64), u64>,
-    /// The same of elements on devices, by address of the device's memory.
+    /// Byte offsets of the copies of elements on devices, by address of the device's memory.
     device_offsets: HashMap<(usize, u64), u64>,
     len: u64,
 }
 
-/// What is copied.
+/// The original of a copy.
 enum Original {
     Host(TensorView, Bytes),
     Device(DeviceElements, String),

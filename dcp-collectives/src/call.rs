@@ -1,4 +1,4 @@
-//! What a rank called, in a form that ranks can compare.
+//! The calls of ranks, in a form that ranks can compare.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use bytes::Bytes;
 use dcp_core::{CollectiveError, Rank};
 use serde::{Deserialize, Serialize};
 
-/// What a rank does: the operations of [`Collective`](dcp_core::Collective), forming a
+/// The operation of a rank: one of [`Collective`](dcp_core::Collective), forming a
 /// group, or nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[repr(u8)]
@@ -102,7 +102,7 @@ impl fmt::Display for Call {
     }
 }
 
-/// What a caller passes along with a call, as far as it can be wrong.
+/// The messages that a caller passes to a call, as far as they can be wrong.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Passed<'a> {
     /// A message, or nothing, for any root.
@@ -113,7 +113,7 @@ pub(crate) enum Passed<'a> {
     All(Option<&'a [Bytes]>),
 }
 
-/// Where `rank` stands in `ranks`, a subgroup of a group of `world_size`.
+/// Returns the position of `rank` in `ranks`, a subgroup of a group of `world_size`.
 ///
 /// # Errors
 ///

@@ -1,8 +1,8 @@
-//! How long a call may wait.
+//! The deadline of a call.
 
 use std::time::{Duration, Instant};
 
-/// How long a call waits for its peers by default: 30 minutes, the default of
+/// The time for which a call waits for its peers by default: 30 minutes, the default of
 /// PyTorch's `init_process_group` for gloo.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(30 * 60);
 

@@ -23,7 +23,7 @@ pub enum EnvError {
         variable: &'static str,
         /// Its value.
         value: String,
-        /// What it should be.
+        /// The form that the value should have.
         expected: &'static str,
     },
     /// Two variables give different numbers.
@@ -43,14 +43,14 @@ pub enum EnvError {
     Secret {
         /// The variable.
         variable: &'static str,
-        /// What is wrong.
+        /// The error of the secret.
         source: SecretError,
     },
     /// The files of TLS cannot be used.
     #[cfg(feature = "tls")]
     #[error("TLS (DCP_TLS_CERT, DCP_TLS_KEY, DCP_TLS_CA): {source}")]
     Tls {
-        /// What is wrong.
+        /// The error of the files.
         source: crate::TlsError,
     },
     /// The launcher sets nothing that says where rank 0 listens.

@@ -75,7 +75,7 @@ const TORCH: Names = Names {
     local_rank: Some("LOCAL_RANK"),
 };
 
-/// Those that give both numbers, the innermost first: `mpirun` in an allocation of Slurm starts its
+/// Launchers that give both numbers, the innermost first: `mpirun` in an allocation of Slurm starts its
 /// daemons with `srun`, so that its ranks also have the variables of a step.
 const SCHEDULERS: [Names; 4] = [
     Names {
@@ -104,7 +104,7 @@ const SCHEDULERS: [Names; 4] = [
     },
 ];
 
-/// Those that give only a rank.
+/// Launchers that give only a rank.
 const WITHOUT_SIZE: [Names; 2] = [
     Names {
         launcher: Launcher::Pmix,

@@ -1,4 +1,4 @@
-//! Where the ranks of a launcher meet.
+//! The meeting point of the ranks of a launcher.
 
 use dcp_core::digest::fnv1a_64;
 
@@ -6,7 +6,7 @@ use super::error::EnvError;
 use super::launcher::Launcher;
 use super::variables::{HOST, Variables, invalid};
 
-/// Where rank 0 of a job of Kubernetes listens. Pods have a network of their own.
+/// The port at which rank 0 of a job of Kubernetes listens. Pods have a network of their own.
 const KUBERNETES_PORT: u16 = 29500;
 /// Derived ports, below those that systems give to connections.
 const FIRST_PORT: u16 = 20000;
@@ -14,12 +14,12 @@ const PORTS: u64 = 10000;
 /// Ports of a series beside the first.
 const OTHER_PORTS: u32 = 3;
 
-/// Where rank 0 listens.
+/// The host and the ports at which rank 0 listens.
 #[derive(Clone, Debug)]
 pub(super) struct MeetingPoint {
     pub(super) host: String,
     pub(super) port: u16,
-    /// Where else, when the port is taken.
+    /// Ports at which it listens when `port` is taken, in this order.
     pub(super) other_ports: Vec<u16>,
     pub(super) job: String,
 }

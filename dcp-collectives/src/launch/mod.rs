@@ -40,7 +40,7 @@ fn group_of(launch: Option<Launch>) -> Result<Arc<dyn Collective>, CollectiveErr
     }
 }
 
-/// What a launcher says of this process: its rank, the number of ranks, and where they meet.
+/// The settings of this process from its launcher: rank, number of ranks, and meeting point.
 ///
 /// The launchers are tried in this order; the first whose variables are set counts. `DCP_…`
 /// variables are for a launcher that is not in the table.

@@ -69,7 +69,7 @@ impl<'a> Variables<'a> {
         self.text(variable)?.map(parse).transpose()
     }
 
-    /// What the ranks of the job share.
+    /// Returns the secret that the ranks of the job share.
     pub(super) fn secret(&self) -> Result<Option<Secret>, EnvError> {
         const FILE: &str = "DCP_SECRET_FILE";
         const TEXT: &str = "DCP_SECRET";

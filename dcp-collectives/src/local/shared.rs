@@ -1,4 +1,4 @@
-//! Where the threads of a local group meet.
+//! The state in which the threads of a local group meet.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -11,7 +11,7 @@ use crate::call::{Call, Op, Passed};
 use crate::deadline::Deadline;
 use crate::poison::Poison;
 
-/// What a rank brings to a call.
+/// The messages that a rank brings to a call.
 #[derive(Debug)]
 pub(super) enum Deposit {
     Nothing,
@@ -19,7 +19,7 @@ pub(super) enum Deposit {
     All(Vec<Bytes>),
 }
 
-/// What a rank takes from a call.
+/// The messages that a rank takes from a call.
 #[derive(Clone, Debug)]
 pub(super) enum Output {
     Nothing,
@@ -44,7 +44,7 @@ impl Output {
     }
 }
 
-/// How a rank drops its handle.
+/// The way in which a rank drops its handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Leaving {
     Dropped,
@@ -84,7 +84,7 @@ struct State {
     outputs: Vec<Option<Output>>,
     left: Vec<Option<Leaving>>,
     subgroups: HashMap<(Box<[Rank]>, u64), Subgroup>,
-    /// How many subgroups of these ranks a rank made.
+    /// The number of subgroups that a rank made of the same ranks.
     made: HashMap<(Box<[Rank]>, Rank), u64>,
 }
 

@@ -44,7 +44,7 @@ pub trait Channel: fmt::Debug + Send + Sync {
     fn cut(&self);
 }
 
-/// What a channel is for.
+/// The purpose of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Kind {
@@ -54,7 +54,7 @@ pub enum Kind {
     Data,
 }
 
-/// What the process that opens a channel says of it.
+/// The group, the rank and the kind that the process that opens a channel sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Opening {
     /// The number of the group, the same on all of its ranks.
@@ -63,11 +63,11 @@ pub struct Opening {
     pub world_size: u32,
     /// The rank, in the group, that opens the channel.
     pub rank: Rank,
-    /// What it carries.
+    /// The purpose of the channel.
     pub kind: Kind,
 }
 
-/// How long to wait for a peer.
+/// The limit of a wait for a peer.
 #[derive(Clone, Copy)]
 pub struct Patience<'a> {
     pub(crate) deadline: Deadline,
@@ -96,7 +96,7 @@ impl fmt::Debug for Patience<'_> {
     }
 }
 
-/// Why a channel cannot be opened.
+/// The reason why a channel cannot be opened.
 #[derive(Debug)]
 pub enum OpenError {
     /// The peer has not answered yet; another attempt may succeed.
@@ -105,7 +105,7 @@ pub enum OpenError {
     Failed(String),
 }
 
-/// How a process reaches the others of its job.
+/// The means by which a process reaches the others of its job.
 pub trait Transport: fmt::Debug + Send + Sync {
     /// Opens a channel to process `to`, which receives it through its [`Arrivals`].
     ///

@@ -74,7 +74,7 @@ pub(crate) const HEADER_LEN: usize = 24;
 
 const FRAME_MAGIC: [u8; 2] = [0xdc, 0x9f];
 
-/// What precedes the messages of one call on a data connection.
+/// The header before the messages of one call on a data connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) call: Call,

@@ -45,7 +45,7 @@ use crate::call::{Call, Op};
 use crate::deadline::Deadline;
 use crate::poison::Poison;
 
-/// How long a group waits for news that may still be on their way.
+/// The times for which a group waits for news that may still be on their way.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Graces {
     /// For the reason, after a connection closed without one. A rank may close because it heard bad
@@ -64,8 +64,8 @@ impl Graces {
     }
 }
 
-/// How often in a deadline a rank says for whom it waits. It begins after one such period, and what
-/// it said holds for three.
+/// The number of times in a deadline that a rank announces for whom it waits. It begins after one such
+/// period, and an announcement holds for three.
 const ANNOUNCEMENTS: u32 = 16;
 
 /// Calls that a child may be ahead of this rank.
@@ -100,7 +100,7 @@ struct State {
     /// Neighbors from which nothing more will be heard.
     ended: HashSet<Rank>,
     waits: HashMap<Rank, Wait>,
-    /// What this rank last said so about itself.
+    /// The wait that this rank announced last of itself.
     announced: Option<Wait>,
 }
 
@@ -331,7 +331,7 @@ impl Group {
     }
 
     fn hear(&self, peer: Rank, channel: &dyn Channel) -> io::Result<()> {
-        /// How long to listen on after a farewell, so that closing does not cut it off.
+        /// The time to listen on after a farewell, so that closing does not cut it off.
         const LINGER: Duration = Duration::from_secs(2);
         let mut linger = None;
         let mut buffer = Vec::new();

@@ -54,10 +54,10 @@ pub struct Arrivals {
     groups: Mutex<HashMap<u64, Arc<Inbox>>>,
 }
 
-/// Why a channel is turned away.
+/// The reason why a channel is turned away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TurnedAway {
-    /// What is wrong, in words.
+    /// The problem, in words.
     pub reason: &'static str,
     /// Whether another attempt may succeed.
     pub retry: bool,

@@ -271,7 +271,7 @@ mod tests {
     const CALL: Call = Call { op: Op::Broadcast, root: 1 };
     const LIMIT: u64 = 64 << 30;
 
-    /// What rank 0 gets when rank 1 sends these bytes and leaves.
+    /// Returns what rank 0 gets when rank 1 sends these bytes and leaves.
     fn hear(bytes: &[u8]) -> Result<Bytes, Poison> {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();

@@ -31,7 +31,7 @@ use crate::deadline::Deadline;
 use crate::poison::Poison;
 use crate::tree::Tree;
 
-/// How long a blocked thread sleeps before it looks whether the group still stands.
+/// The time that a blocked thread sleeps before it looks whether the group still stands.
 pub(crate) const TICK: Duration = Duration::from_millis(50);
 
 /// The group of all ranks.
@@ -40,7 +40,7 @@ const WORLD: u64 = 0;
 /// The longest reason of an abort, in bytes; a longer one is cut.
 const MAX_REASON: usize = 8 << 10;
 
-/// What a call may take.
+/// The longest times and the longest message that calls may take.
 #[derive(Clone, Copy, Debug)]
 pub struct CallLimits {
     /// The longest that a call may take.
@@ -66,7 +66,7 @@ pub struct Mesh {
     limits: CallLimits,
     /// Held during a call: one rank makes its calls one after the other.
     links: Mutex<Links>,
-    /// How often a subgroup of these ranks was made.
+    /// The number of subgroups made of the same ranks, by these ranks.
     made: Mutex<HashMap<Box<[Rank]>, u64>>,
 }
 

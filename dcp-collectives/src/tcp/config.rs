@@ -28,12 +28,12 @@ pub struct TcpConfig {
     pub(super) world_size: u32,
     pub(super) master_host: String,
     pub(super) master_port: u16,
-    /// Where rank 0 listens when the master port is taken, in this order.
+    /// Ports at which rank 0 listens when the master port is taken, in this order.
     pub(super) other_ports: Vec<u16>,
     pub(super) job: String,
     pub(super) deadline: Duration,
     pub(super) connect_timeout: Duration,
-    /// How long a port that is taken may take to become free.
+    /// The longest wait for a port that is taken to become free.
     pub(super) taken: Duration,
     pub(super) max_message: u64,
     pub(super) listener: Option<TcpListener>,
@@ -130,7 +130,7 @@ impl TcpConfig {
         self
     }
 
-    /// What all ranks of the job share. Both ends of every connection prove that they have it before
+    /// Sets the secret that all ranks share. Both ends of every connection prove that they have it before
     /// anything else is read, and every later record carries a proof of it. Nothing is encrypted.
     #[must_use]
     pub fn secret(mut self, secret: Secret) -> Self {

@@ -15,10 +15,10 @@ use crate::mesh::{Channel, Patience};
 /// The longest that one attempt waits for the other host.
 const ATTEMPT: Duration = Duration::from_secs(5);
 
-/// When keep-alive probes of a silent connection start, and their interval.
+/// The silence of a connection before its first keep-alive probe, and the interval of the probes.
 const KEEPALIVE: Duration = Duration::from_secs(30);
 
-/// Why there is no connection.
+/// The reason why there is no connection.
 #[derive(Debug)]
 pub(super) enum DialError {
     Io(io::Error),

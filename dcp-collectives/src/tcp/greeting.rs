@@ -6,7 +6,7 @@ use std::io;
 use super::secret::KEY_LEN;
 use crate::mesh::frame::invalid;
 
-/// How every connection begins. A stranger hardly says this.
+/// The first bytes of every connection. A stranger hardly sends these.
 const MAGIC: [u8; 8] = *b"dcp-coll";
 
 /// The version of the handshake, and of the frames that follow it.
@@ -15,7 +15,7 @@ const VERSION: u32 = 3;
 /// Bytes of a greeting.
 pub(super) const GREETING_LEN: usize = 48;
 
-/// What protects a connection. Both sides must say the same.
+/// The protection of a connection. Both sides must require the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Protection {
     pub(super) secret: bool,
@@ -68,7 +68,7 @@ impl Greeting {
     }
 }
 
-/// What is wrong when the sides require different protection, in words for the one that dials.
+/// Describes the difference when the sides require different protection, for the one that dials.
 pub(super) fn difference(mine: Protection, theirs: Protection) -> Option<&'static str> {
     match (mine, theirs) {
         _ if mine == theirs => None,

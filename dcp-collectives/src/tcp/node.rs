@@ -1,4 +1,4 @@
-//! What a process shares among its groups: a listener, and the addresses of the other ranks.
+//! The listener and the addresses of the other ranks, which a process shares among its groups.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
@@ -22,7 +22,7 @@ use crate::mesh::{Arrivals, Channel, Kind, OpenError, Opening, Patience, TICK, T
 /// The deadline for the first message of an unknown connection.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
-/// How long to wait before a connection is made again to a peer that hung up.
+/// The pause before a connection is made again to a peer that hung up.
 const AGAIN: Duration = Duration::from_millis(20);
 
 /// A rank that joins, and where it listens.
@@ -33,7 +33,7 @@ pub(super) struct Joiner {
     pub(super) channel: Arc<dyn Channel>,
 }
 
-/// What the threads that shake hands know.
+/// The state that the threads of the handshakes share.
 #[derive(Debug)]
 pub(super) struct Desk {
     job: String,
@@ -67,7 +67,7 @@ impl Desk {
 pub(super) struct Node {
     desk: Arc<Desk>,
     local: SocketAddr,
-    /// Where each rank listens.
+    /// The address at which each rank listens.
     addresses: Vec<SocketAddr>,
     acceptor: Option<JoinHandle<()>>,
 }

@@ -1,4 +1,4 @@
-//! How processes find each other: rank 0 listens, the others come, and all get the addresses of
+//! The rendezvous of the processes: rank 0 listens, the others connect, and all get the addresses of
 //! all.
 
 use std::collections::HashMap;
@@ -21,11 +21,11 @@ use crate::mesh::frame::MAX_ITEM;
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
-/// How long a rank that waits may take to answer that it is there. One that is late comes again.
+/// The time in which a rank that waits must answer that it is there. One that is late connects again.
 const PROBE: Duration = Duration::from_secs(5);
 
-/// How long rank 0 may at first take to greet a rank that connects to one of several ports. A stranger there may say
-/// nothing; rank 0 on a busy machine gets twice as long at each attempt.
+/// The time in which rank 0 must at first greet a rank that connects to one of several ports. A stranger
+/// there may say nothing; rank 0 on a busy machine gets twice as long at each attempt.
 const GREETING: Duration = Duration::from_secs(1);
 const LONGEST_GREETING: Duration = Duration::from_secs(16);
 

@@ -1,4 +1,4 @@
-//! What the ranks of a job share so that nobody else can take part.
+//! The secret that the ranks of a job share so that no other process can take part.
 
 use std::fmt;
 use std::path::Path;
@@ -21,7 +21,7 @@ pub(super) const KEY_LEN: usize = 32;
 #[derive(Clone)]
 pub struct Secret(Arc<[u8]>);
 
-/// Why there is no usable secret.
+/// The reason why there is no usable secret.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SecretError {
@@ -36,7 +36,7 @@ pub enum SecretError {
     File {
         /// The file.
         path: String,
-        /// What is wrong.
+        /// The error of the read.
         message: String,
     },
 }

@@ -12,7 +12,7 @@ use super::wire::{self, read_exact, write_all};
 use crate::mesh::socket::Socket;
 use crate::mesh::{Channel, Patience};
 
-/// What protects the connections of a rank.
+/// The secret and the certificates that protect the connections of a rank.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Security {
     pub(super) secret: Option<Secret>,

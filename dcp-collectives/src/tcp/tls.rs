@@ -27,8 +27,8 @@ const MAX_FILE: u64 = 1 << 20;
 /// Bytes that are encrypted, or read, at once.
 const PIECE: usize = 16 << 10;
 
-/// What a rank needs for TLS: its certificate with its key, and the authority that has signed those of
-/// all ranks.
+/// The parts that a rank needs for TLS: its certificate with its key, and the authority that has signed
+/// those of all ranks.
 #[derive(Clone)]
 pub struct Tls {
     client: Arc<ClientConfig>,
@@ -36,24 +36,24 @@ pub struct Tls {
     name: ServerName<'static>,
 }
 
-/// Why there is no TLS.
+/// The reason why there is no TLS.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
     /// A file cannot be read, or holds something else.
     #[error("cannot read {what} from {path}: {message}")]
     File {
-        /// What the file should hold.
+        /// The contents that the file should have.
         what: &'static str,
         /// The file.
         path: String,
-        /// What is wrong.
+        /// The problem of the file.
         message: String,
     },
     /// The certificate, its key and the authority cannot be used together.
     #[error("the certificates cannot be used: {message}")]
     Unusable {
-        /// What is wrong.
+        /// The problem of the certificates.
         message: String,
     },
 }

@@ -1,4 +1,4 @@
-//! What ranks say before a connection is of use, once both are known to be of this job: small CBOR
+//! The messages of ranks before a connection is of use, once both are known to be of this job: small CBOR
 //! items behind a length. All numbers are little endian.
 
 use std::io;
@@ -27,7 +27,7 @@ pub(super) struct Hello {
     pub(super) purpose: Purpose,
 }
 
-/// Why a connection is made.
+/// The purpose of a connection.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) enum Purpose {
     /// To take part; the sender listens at this port, and at this address unless that of the
@@ -45,7 +45,7 @@ pub(super) enum Reply {
     Welcome,
     /// Requests a sign of life from a rank that waits for the address table.
     Probe,
-    /// Where each rank listens.
+    /// The address at which each rank listens.
     Table(Vec<SocketAddr>),
     Refused {
         reason: String,
@@ -56,7 +56,7 @@ pub(super) enum Reply {
     },
 }
 
-/// What a waiting rank answers to [`Reply::Probe`].
+/// The answer of a waiting rank to [`Reply::Probe`].
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) enum Presence {
     Here,

@@ -231,7 +231,7 @@ impl<L: Link> Collective for BulkCollective<L> {
 }
 
 impl<L: Link> BulkCollective<L> {
-    /// What this rank cannot read is the end of the group.
+    /// Ends the group when this rank cannot read a message.
     fn agreed<T>(&self, parsed: Result<T, CollectiveError>) -> Result<T, CollectiveError> {
         parsed.map_err(|error| {
             self.inner.abort(&error.to_string());

@@ -1,4 +1,4 @@
-//! How ranks agree on one path for large messages.
+//! The forming of a group: ranks agree on one path for large messages.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

@@ -1,4 +1,4 @@
-//! What ranks say over the inner group: small messages, and the lengths of large ones.
+//! Messages over the inner group: small messages, and the lengths of large ones.
 
 use bytes::Bytes;
 use dcp_core::{CollectiveError, Rank};
@@ -14,7 +14,7 @@ pub(crate) enum Header {
 }
 
 impl Header {
-    /// What is said of a message: its length, from `threshold` on.
+    /// The header of a message: its length, from `threshold` bytes on, or else the message.
     pub(crate) fn of(message: &Bytes, threshold: u64) -> Self {
         match message.len() as u64 {
             len if len >= threshold => Self::Length(len),
@@ -29,7 +29,7 @@ impl Header {
         }
     }
 
-    /// What `from` says.
+    /// Decodes the header that `from` sent.
     pub(crate) fn parse(
         bytes: &Bytes,
         from: Rank,

@@ -1,4 +1,4 @@
-//! What a network of devices does.
+//! The interface of a network of devices.
 
 use std::fmt;
 use std::sync::Arc;
@@ -93,7 +93,7 @@ pub enum LinkError {
     Aborted,
 }
 
-/// How long a link may wait.
+/// The limit of a link's waits: the deadline, or that this rank aborts the group.
 #[derive(Clone, Debug)]
 pub struct LinkDeadline {
     deadline: Instant,

@@ -1,6 +1,6 @@
-//! What all ranks of a group must have in common.
+//! The settings that all ranks of a group must have in common.
 
-/// What rank 0 decides for all.
+/// The settings that rank 0 decides for all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Terms {
     pub(crate) threshold: u64,

@@ -27,10 +27,10 @@ struct Job<D: Device> {
     done: oneshot::Sender<Result<Arrived, StagingError>>,
 }
 
-/// What a copy leaves.
+/// The result of a copy that has ended.
 #[derive(Debug)]
 pub(crate) struct Arrived {
-    /// What a read has filled.
+    /// The memory that a read has filled.
     pub(crate) buffer: Option<Buffer>,
     _permit: Option<OwnedSemaphorePermit>,
 }

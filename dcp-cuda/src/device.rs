@@ -1,4 +1,4 @@
-//! What a device does.
+//! The interface of a device.
 
 use std::fmt;
 use std::ops::Range;

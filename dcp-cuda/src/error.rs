@@ -17,7 +17,7 @@ pub enum StagingError {
         device: String,
         /// The length of the allocation in bytes.
         byte_len: usize,
-        /// What the device reports.
+        /// The error of the device.
         source: DeviceError,
     },
     /// The device refused a copy, or a copy failed.
@@ -27,7 +27,7 @@ pub enum StagingError {
         device: String,
         /// The length of the copy in bytes.
         byte_len: usize,
-        /// What the device reports.
+        /// The error of the device.
         source: DeviceError,
     },
     /// There is not enough host memory for bytes that pinned memory has no room for.
@@ -51,7 +51,7 @@ pub enum StagingError {
     NoThread {
         /// The device.
         device: String,
-        /// What happened.
+        /// The cause, in words.
         problem: String,
     },
 }

@@ -149,7 +149,7 @@ struct Walk<'a> {
     leaves: Vec<FlatEntry<'a>>,
 }
 
-/// What is left of a container.
+/// The entries of a container that are still to be visited.
 enum Level<'a> {
     Mapping(Mapping<'a>),
     List(std::iter::Enumerate<std::slice::Iter<'a, Value>>),

@@ -9,7 +9,7 @@ pub use self::layout::MeshLayout;
 /// Pieces into which a `_StridedShard` may cut what one rank holds.
 const MAX_PIECES: u64 = 1 << 20;
 
-/// How one axis of a mesh divides a tensor: a `Placement` of PyTorch's DTensor.
+/// The division of a tensor along one axis of a mesh: a `Placement` of PyTorch's DTensor.
 #[doc(alias = "Placement")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -82,7 +82,7 @@ impl DeviceMesh {
         self.shape.iter().product::<u64>() as u32
     }
 
-    /// Where a rank stands; `None` outside the mesh.
+    /// The coordinate of a rank in the mesh; `None` outside the mesh.
     #[must_use]
     pub fn coordinate(&self, rank: Rank) -> Option<Dims> {
         let mut rest = match &self.ranks {
@@ -189,7 +189,7 @@ pub fn recorded_box(
     bounding(shape, &per_axis)
 }
 
-/// What `part` of `parts` ranks holds of a tensor cut along `axis`, by the rule of
+/// The region that `part` of `parts` ranks holds of a tensor cut along `axis`, by the rule of
 /// [`TensorPlacement::Shard`]; `None` for ranks behind the end, which hold no shard.
 ///
 /// Along axis 0 these are the shards of FSDP1 and of PyTorch's `ChunkShardingSpec`.

@@ -24,7 +24,7 @@ pub struct Holdings {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RankSet(u32);
 
-/// How pieces are shared out.
+/// The rule by which pieces are divided among ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ShareRule {
@@ -218,7 +218,7 @@ impl Shares {
         &self.owners
     }
 
-    /// What every rank has to do, in bytes, as the rule counts them.
+    /// The work of every rank, in bytes, as the rule counts them.
     #[must_use]
     pub fn loads(&self) -> &[u64] {
         &self.loads

@@ -75,7 +75,7 @@ impl Template {
         })
     }
 
-    /// What `rank` of `world_size` gets of the tensors that `filter` selects, in consecutive
+    /// The template of `rank` of `world_size` for the tensors that `filter` selects, in consecutive
     /// parts of equal length but for the last. Tensors without axes are replicated; ranks behind
     /// the end of a tensor get no part of it.
     ///

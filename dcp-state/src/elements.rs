@@ -160,7 +160,7 @@ pub(crate) async fn fit(
     Ok(target)
 }
 
-/// The same tensor without memory on a device.
+/// Returns the tensor with its shards in host memory: a copy, if any of them is on a device.
 pub(crate) async fn to_host(fqn: &str, tensor: &Tensor) -> Result<Tensor, CheckpointError> {
     if tensor.shards().iter().all(|shard| shard.view().is_some()) {
         return Ok(tensor.clone());

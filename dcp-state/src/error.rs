@@ -1,4 +1,4 @@
-//! Why a state dict cannot be made or applied.
+//! Errors of making or applying a state dict.
 
 use std::fmt;
 
@@ -47,7 +47,7 @@ pub enum StateDictError {
     Unfit {
         /// The key.
         fqn: String,
-        /// What does not fit.
+        /// The problem of the tensor.
         problem: String,
     },
     /// The state dict of an optimizer has neither of the layouts.
@@ -58,7 +58,7 @@ pub enum StateDictError {
     InvalidLayout {
         /// The key.
         key: String,
-        /// What is wrong with it.
+        /// The problem of that key.
         problem: String,
     },
     /// Parameters of one group have different options in the state dict.
@@ -83,9 +83,9 @@ pub enum StateDictError {
     RanksDiffer {
         /// The rank.
         rank: dcp_core::Rank,
-        /// What rank 0 gathers.
+        /// The tensor that rank 0 gathers.
         first: String,
-        /// What that rank gathers.
+        /// The tensor that the other rank gathers.
         theirs: String,
     },
     /// Options that exclude each other.

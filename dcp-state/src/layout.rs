@@ -227,7 +227,7 @@ impl Given {
         Ok(given)
     }
 
-    /// What an optimizer with the groups and states `own` is to load. Trained parameters whose
+    /// Takes the groups and states for an optimizer that has `own`. Trained parameters whose
     /// state is absent are appended to `missing`.
     pub(crate) fn for_optimizer(
         &mut self,

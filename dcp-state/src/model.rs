@@ -1,4 +1,4 @@
-//! What a framework implements for its models.
+//! The trait that a framework implements for its models.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! What a framework implements for its optimizers.
+//! The trait that a framework implements for its optimizers.
 
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointError, Value};

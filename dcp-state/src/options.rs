@@ -7,7 +7,7 @@ use dcp_core::Collective;
 use crate::error::StateDictError;
 use crate::model::HiddenModule;
 
-/// How state dicts are made and applied: PyTorch's `StateDictOptions`.
+/// Options to make and apply state dicts: PyTorch's `StateDictOptions`.
 ///
 /// ```
 /// use dcp_state::StateDictOptions;

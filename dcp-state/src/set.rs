@@ -135,7 +135,7 @@ pub async fn set_state_dict<M: Model + ?Sized>(
     set_model_state_dict(model, model_state, options).await
 }
 
-/// What the model has now.
+/// The present state of the model.
 struct Local {
     state: StateDict,
     /// The names in the model, by key.
@@ -224,7 +224,7 @@ fn own_parts<M: Model + ?Sized>(
     Ok((fqns, all))
 }
 
-/// What each optimizer is to load of a state dict.
+/// Finds the groups and states in a state dict that each optimizer is to load.
 fn find(
     state: &StateDict,
     all: &[Parts],

@@ -86,7 +86,7 @@ impl DiskLog {
         Ok(Self(state))
     }
 
-    /// What was there at the start; the index is the [`DiskId`].
+    /// The files and folders at the start; the index is the [`DiskId`].
     #[must_use]
     pub fn at_start(&self) -> Vec<DiskNode> {
         lock(&self.0).start.clone()
@@ -130,7 +130,7 @@ impl State {
     }
 }
 
-/// Where the system can: a file of any permission, whose locks stay when the log ends.
+/// Flags to open a file of any permission, whose locks stay when the log ends, where the system can.
 #[cfg(target_os = "linux")]
 const WITHOUT_ACCESS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 #[cfg(not(target_os = "linux"))]

@@ -137,7 +137,7 @@ pub(crate) mod tests {
 
     thread_local! {
         static SYNCED: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
-        /// How many syncs pass before one fails; `None` where none fails.
+        /// The number of syncs that pass before one fails; `None` where none fails.
         static FAILS_AFTER: Cell<Option<u32>> = const { Cell::new(None) };
     }
 

@@ -71,7 +71,7 @@ fn files(folder: &Path) -> usize {
     entries.map(|path| if path.is_dir() { files(&path) } else { 1 }).sum()
 }
 
-/// What a child does; in the test itself, nothing.
+/// Writes and dies in a child process; does nothing in the test itself.
 #[test]
 fn a_writer_that_dies() {
     let Some(folder) = std::env::var_os(FOLDER) else { return };

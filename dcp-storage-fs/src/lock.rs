@@ -23,7 +23,7 @@ use crate::folder::open_or_create;
 use crate::owner::{Owner, lock_name};
 use crate::shared::{Shared, parts};
 
-/// How often a lock file is reopened because its holder just removed it, or is dead.
+/// The number of times that a lock file is reopened because its holder just removed it, or is dead.
 const TRIES: u32 = 100;
 /// The maximum bytes of the record of a holder.
 const RECORD_MAX: u64 = 4096;

@@ -47,7 +47,7 @@ impl Owner {
         number.parse::<u64>().ok().filter(|_| well_formed).map(|_| owner)
     }
 
-    /// What [`Display`](fmt::Display) shows.
+    /// Parses the text of [`Display`](fmt::Display).
     pub(crate) fn parse(text: &str) -> Option<Self> {
         let mut fields = text.split('.');
         Self::of_fields(&mut fields).filter(|_| fields.next().is_none())

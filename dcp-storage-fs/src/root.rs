@@ -20,7 +20,7 @@ pub(crate) const READ: OFlags = OFlags::RDONLY.union(OFlags::NONBLOCK).union(OFl
 /// Flags to open a folder: for reading, because only such a descriptor can be synced.
 pub(crate) const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY);
 
-/// Where symbolic links may lead.
+/// The targets that symbolic links may have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Links {
     /// To paths below the root.

@@ -42,7 +42,7 @@ impl Shared {
         self.create_temp_with(op, key, None)
     }
 
-    /// The same with at most these permissions.
+    /// Creates a temporary file in the folder of `key`, with at most these permissions.
     pub(crate) fn create_temp_with(
         &self,
         op: StorageOp,

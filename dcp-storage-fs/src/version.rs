@@ -23,7 +23,7 @@ pub(crate) fn version_of(meta: &Metadata) -> Version {
     version(meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec())
 }
 
-/// The same of what `stat` returns.
+/// The version of a file from its `stat`.
 pub(crate) fn version_of_stat(stat: &Stat) -> Version {
     #[allow(clippy::unnecessary_cast, reason = "the types differ by system")]
     let inode = stat.st_ino as u64;

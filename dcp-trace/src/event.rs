@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct TraceEvent {
-    /// What happened: the name of a phase, or of a request.
+    /// The name of a phase, or of a request.
     #[serde(default)]
     pub name: String,
     /// The category: [`PHASE`], [`REQUEST`], [`FILE`], or empty.
@@ -17,10 +17,10 @@ pub struct TraceEvent {
     /// The kind of the event in the format: `X` for a span, `i` for an instant, `M` for a name.
     #[serde(rename = "ph")]
     pub kind: String,
-    /// When it began.
+    /// The time of its begin.
     #[serde(default, rename = "ts")]
     pub micros: f64,
-    /// How long it took, if it is a span.
+    /// Its duration, if it is a span.
     #[serde(default, rename = "dur", skip_serializing_if = "Option::is_none")]
     pub micros_taken: Option<f64>,
     /// The rank, which is a process of the format.

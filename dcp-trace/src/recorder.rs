@@ -89,7 +89,7 @@ pub fn create_trace(path: &Path) -> io::Result<File> {
     create()
 }
 
-/// How much of a file is looked at for the first event of a trace, in bytes.
+/// The number of bytes at the beginning of a file that are searched for an event of a trace.
 const BEGINNING: u64 = 64 << 10;
 
 impl TraceRecorder {

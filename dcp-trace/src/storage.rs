@@ -18,7 +18,7 @@ use crate::event::{FILE, REQUEST};
 use crate::recorder::{TraceRecorder, TraceSpan};
 
 impl TraceRecorder {
-    /// The same storage, whose requests are recorded as those of `rank`.
+    /// Wraps a storage so that its requests are recorded as those of `rank`.
     #[must_use]
     pub fn storage(&self, rank: Rank, inner: Arc<dyn Storage>) -> Arc<dyn Storage> {
         Arc::new(TracedStorage::new(self.clone(), rank, inner))

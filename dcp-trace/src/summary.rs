@@ -1,4 +1,4 @@
-//! What a trace shows: the slowest ranks, files and requests.
+//! The summary of a trace: the slowest ranks, files and requests.
 
 use std::collections::BTreeMap;
 
@@ -34,7 +34,7 @@ pub struct OperationSummary {
     pub name: String,
     /// Its number on each rank, from 0.
     pub number: u64,
-    /// When the first rank began, since 1970.
+    /// The time at which the first rank began, since 1970.
     pub began: f64,
     /// Until the last rank ended.
     pub duration: f64,
@@ -54,13 +54,13 @@ pub struct OperationSummary {
 pub struct RankSummary {
     /// The rank.
     pub rank: Rank,
-    /// When it began, since 1970.
+    /// The time of its begin, since 1970.
     pub began: f64,
     /// Until it ended.
     pub duration: f64,
     /// Bytes that it wrote or needed.
     pub bytes: u64,
-    /// How long it wrote or read, without its wait for others.
+    /// The time that it wrote or read, without its wait for others.
     pub work: f64,
     /// Its phases, in the order of time.
     pub phases: Vec<PhaseSummary>,
@@ -74,9 +74,9 @@ pub struct RankSummary {
 pub struct PhaseSummary {
     /// `stage`, `plan`, `write`, `read`, `wait` or `commit`.
     pub name: String,
-    /// When it began, since 1970.
+    /// The time of its begin, since 1970.
     pub began: f64,
-    /// How long it took.
+    /// Its duration.
     pub duration: f64,
 }
 
@@ -102,9 +102,9 @@ pub struct FileSummary {
 pub struct RequestSummary {
     /// The name, such as `read` or `put part`.
     pub name: String,
-    /// How many.
+    /// The number of requests.
     pub count: u64,
-    /// How many failed or were canceled.
+    /// The number of requests that failed or were canceled.
     pub failed: u64,
     /// Bytes of all.
     pub bytes: u64,

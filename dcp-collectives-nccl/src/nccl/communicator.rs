@@ -14,7 +14,7 @@ use super::library::{Comm, Config, Library, NcclError, UINT8, UniqueId};
 use super::{failed, poll};
 use crate::link::{LinkDeadline, LinkError};
 
-/// How long a rank that leaves waits for the others to have received.
+/// The time for which a rank that leaves waits for the others to have received.
 const LEAVING: Duration = Duration::from_secs(10);
 
 /// A communicator whose calls do not block. `abort` or `leave` ends it.
@@ -93,7 +93,7 @@ impl Communicator {
         }
     }
 
-    /// What NCCL found wrong while it worked; `false` while a call is under way.
+    /// Whether no call is under way. Fails with the error that NCCL found while it worked.
     fn state(&mut self) -> Result<bool, NcclError> {
         let mut state = 0;
         // SAFETY: a pointer to a number that the call fills; the communicator is alive (2).

@@ -73,13 +73,13 @@ pub enum NcclError {
     /// NCCL is not installed.
     #[error("cannot load NCCL: {problem}; install libnccl2, or add its folder to LD_LIBRARY_PATH")]
     NoLibrary {
-        /// What the loader reports, by name of the library.
+        /// The report of the loader, by name of the library.
         problem: String,
     },
     /// The library lacks a function, or is too old.
     #[error("NCCL has no {needed}; 2.14 and later have it")]
     TooOld {
-        /// What is needed.
+        /// The function or the feature that is needed.
         needed: &'static str,
     },
     /// A call of the library failed.
@@ -87,7 +87,7 @@ pub enum NcclError {
     Call {
         /// The function.
         call: &'static str,
-        /// What the library reports.
+        /// The report of the library.
         problem: String,
     },
 }

@@ -12,7 +12,7 @@ pub enum CudaError {
          libraries (`--gpus all`)"
     )]
     NoLibrary {
-        /// What the loader reports, by name of the library.
+        /// The report of the loader, by name of the library.
         problem: String,
     },
     /// The driver lacks a function that copies need.
@@ -55,9 +55,9 @@ pub enum CudaError {
     /// A call of the driver failed.
     #[error("cannot {operation}")]
     Driver {
-        /// What was attempted.
+        /// The operation that failed.
         operation: &'static str,
-        /// What the driver reports.
+        /// The error of the driver.
         source: DriverError,
     },
 }

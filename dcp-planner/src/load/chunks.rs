@@ -25,7 +25,7 @@ pub(super) struct Chunks {
 pub(super) struct Hit {
     pub(super) chunk: usize,
     pub(super) region: Region,
-    /// Where the chunk ends on PyTorch's sweep axis.
+    /// The end of the chunk on PyTorch's sweep axis.
     pub(super) end: u64,
 }
 
@@ -71,7 +71,7 @@ impl Chunks {
         extents.iter().position(|extent| extent == furthest)
     }
 
-    /// What is stored of `wanted`, every element once, in PyTorch's order: by the end of the
+    /// Finds the stored parts of `wanted`, every element once, in PyTorch's order: by the end of the
     /// chunk on the sweep axis, then by its position. Of equal chunks the first is taken.
     pub(super) fn within(
         &self,

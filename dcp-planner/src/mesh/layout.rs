@@ -1,4 +1,4 @@
-//! How a tensor is divided over a mesh: PyTorch's DTensor, without its elements.
+//! The division of a tensor over a mesh: PyTorch's DTensor, without its elements.
 
 use std::collections::BTreeMap;
 

@@ -87,7 +87,7 @@ fn entry(key: &MergedKey<'_>, writers: &[Writer]) -> Result<Option<Entry>, PlanE
 fn select(merged: &Merged<'_>, writers: &[Vec<Writer>], entries: &[u32]) -> Vec<Vec<SelectedItem>> {
     struct Finger {
         row: u32,
-        /// How many chunks are written by rows before it.
+        /// The number of chunks that are written by rows before it.
         written: u32,
         next: u32,
     }

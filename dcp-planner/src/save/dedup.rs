@@ -77,8 +77,8 @@ pub(super) fn choose(policy: DedupPolicy, merged: &Merged<'_>) -> Vec<Vec<Writer
     writers
 }
 
-/// What PyTorch counts for an item (`tensor_storage_size() or 1`): the bytes of the whole tensor,
-/// even for a chunk.
+/// The size that PyTorch counts for an item (`tensor_storage_size() or 1`): the bytes of the whole
+/// tensor, even for a chunk.
 fn torch_size(key: &MergedKey<'_>) -> u64 {
     let bytes = key.spec.map_or(0, |spec| {
         spec.shape.checked_volume().unwrap_or(u64::MAX).saturating_mul(spec.dtype.size() as u64)

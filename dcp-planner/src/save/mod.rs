@@ -64,14 +64,14 @@ impl DefaultSavePlanner {
         Self { dedup: DedupPolicy::default(), validate: true }
     }
 
-    /// The same with another policy for replicas.
+    /// Sets the policy that chooses the writer of each replicated part.
     #[must_use]
     pub fn dedup(mut self, dedup: DedupPolicy) -> Self {
         self.dedup = dedup;
         self
     }
 
-    /// The same with or without checking bounds, overlaps and coverage of the chunks. Ranks that
+    /// Sets whether the planner checks bounds, overlaps and coverage of the chunks. Ranks that
     /// contradict each other are refused in any case, and a saver checks the plan again
     /// ([`GlobalPlan::check_against`]).
     #[must_use]

@@ -21,7 +21,7 @@ use super::block::BlockName;
 use super::folder::CacheFolder;
 use crate::blocking::blocking;
 
-/// How often an object that is replaced again and again is read from the start.
+/// The number of times that an object that is replaced again and again is read from the start.
 const ATTEMPTS: u32 = 16;
 
 /// A layer of a [`StorageRegistry`](dcp_core::registry::StorageRegistry) that caches what is read

@@ -65,7 +65,7 @@ async fn allowed(
     Ok(found)
 }
 
-/// How far away an address is.
+/// The distance of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reach {
     /// The machine itself.
@@ -109,7 +109,7 @@ impl Reach {
     }
 }
 
-/// Where instances of AWS have their credentials from.
+/// The address from which instances of AWS have their credentials.
 const CREDENTIALS_V6: Ipv6Addr = Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254);
 
 #[cfg(test)]

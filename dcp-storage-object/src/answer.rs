@@ -16,10 +16,10 @@ use crate::strange_keys;
 /// characters, each of them escaped.
 const WHOLE_BYTES_MAX: usize = 64 << 20;
 
-/// How much of the body of an error is read, in bytes. A message is at its beginning.
+/// The bytes of an error's body that are read. A message is at its beginning.
 const ERROR_BYTES_MAX: usize = 64 << 10;
 
-/// How long the body of an error is waited for.
+/// The longest wait for the body of an error.
 const ERROR_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// An answer whose body has a bound: the beginning of an error, and the longest list of any

@@ -1,4 +1,4 @@
-//! What the errors of a store mean, without the secrets that they may contain.
+//! The meaning of a store's errors, without the secrets that they may contain.
 
 use std::error::Error as _;
 use std::fmt;
@@ -50,7 +50,7 @@ const CODES: &[(Kind, &[&str])] = &[
     (Kind::Denied, &["AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch"]),
 ];
 
-/// What this crate says of a list that is no XML.
+/// The error of this crate for a list that is no XML.
 pub(crate) const INVALID_LIST: &str = "the list of uploads is not valid";
 
 /// Hosts that only credentials come from.
@@ -75,7 +75,7 @@ pub(crate) struct Failure {
     cause: Cause,
 }
 
-/// What the store answered, without secrets. The error of the store itself is not kept: its text
+/// The answer of the store, without secrets. The error of the store itself is not kept: its text
 /// has the URL of the request.
 #[derive(Clone, Debug)]
 pub(crate) struct Cause(String);
@@ -110,7 +110,7 @@ impl Failure {
         Self { kind, status, unreachable, cause: Cause(cause_of(&text, status, code)) }
     }
 
-    /// The same failure with another meaning.
+    /// Replaces the kind of the failure.
     pub(crate) fn with_kind(mut self, kind: Kind) -> Self {
         self.kind = kind;
         self

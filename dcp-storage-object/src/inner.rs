@@ -1,4 +1,4 @@
-//! What the operations of a storage share.
+//! The state that the operations of a storage share.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +21,7 @@ use crate::retry::{Attempts, RetryPolicy};
 /// Bytes in flight are counted in units of this many.
 pub(crate) const PERMIT_BYTES: u64 = 4096;
 
-/// What the version of an object without an ETag begins with.
+/// The beginning of the version of an object without an ETag.
 pub(crate) const MODIFIED: &str = "modified-";
 
 /// A store, and how it is used.
@@ -33,7 +33,7 @@ pub(crate) struct Inner {
     pub(crate) request_bytes: u64,
     pub(crate) retry: RetryPolicy,
     pub(crate) stall: Duration,
-    /// How long a read waits before it makes a request again; `None` if it does not.
+    /// The time that a read waits before it makes a request again; `None` if it does not.
     pub(crate) hedge: Option<Duration>,
     /// One permit for each [`PERMIT_BYTES`] in flight.
     pub(crate) permits: Semaphore,

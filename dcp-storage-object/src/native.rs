@@ -1,4 +1,4 @@
-//! What the opener of a provider adds to an `ObjectStore`.
+//! Requests that the opener of a provider adds to an `ObjectStore`.
 
 use std::fmt;
 use std::time::{Duration, SystemTime};

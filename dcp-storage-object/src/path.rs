@@ -82,7 +82,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// What is written under a key is listed under that key, or refused.
+        /// An object that is written under a key is listed under that key, or refused.
         #[test]
         fn keys_survive(name in "[ -~é%#]{1,12}(/[ -~é%#]{1,12}){0,3}", prefix in "(a/b%20c)?") {
             let prefix = Prefix::new(&prefix).unwrap();

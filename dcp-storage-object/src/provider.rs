@@ -1,4 +1,4 @@
-//! What providers differ in.
+//! The differences among providers.
 
 use dcp_core::storage::{Capabilities, WriteLimits};
 use object_store::ObjectStore;

@@ -34,7 +34,7 @@ impl Rate {
     }
 }
 
-/// How much longer an answer of `len` bytes may take than one of none.
+/// The additional time that an answer of `len` bytes may take, compared with one of none.
 pub(crate) fn time_for(len: u64) -> Duration {
     Duration::from_secs(len / BYTES_PER_SECOND_MIN)
 }

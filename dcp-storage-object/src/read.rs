@@ -22,13 +22,13 @@ use crate::rate::{Rate, time_for};
 use crate::retry::Attempts;
 use crate::runs::{Part, Run, runs};
 
-/// How many bytes before a range are read and dropped when a web server ignores ranges.
+/// The bytes before a range that are read and dropped at most when a web server ignores ranges.
 const SKIPPED_MAX: u64 = 64 << 20;
 
 /// The body of an answer.
 type Pieces = BoxStream<'static, object_store::Result<Bytes>>;
 
-/// What a read gets next.
+/// The next event of a read.
 enum Next {
     /// A piece of the answer that is being read, or its end.
     Piece(Option<object_store::Result<Bytes>>),

@@ -60,7 +60,7 @@ fn url_of(request: &HttpRequest) -> Result<Url, HttpError> {
     url.map_err(|error| Refused::error(format!("the address of the store is not a URL: {error}")))
 }
 
-/// Where an answer redirects to; `None` if it is not a redirect that has a target.
+/// The target to which an answer redirects; `None` if it is not a redirect that has a target.
 fn target(answer: &HttpResponse, url: &Url) -> Result<Option<Url>, HttpError> {
     let is_redirect = matches!(
         answer.status(),

@@ -1,10 +1,10 @@
-//! What a server answers and this crate does not take.
+//! Answers of a server that this crate refuses.
 
 use std::fmt;
 
 use object_store::client::{HttpError, HttpErrorKind};
 
-/// Why an answer is not read, or a redirect not followed. Another attempt gets the same.
+/// The reason why an answer is not read, or a redirect not followed. Another attempt gets the same.
 #[derive(Debug)]
 pub(crate) struct Refused(String);
 

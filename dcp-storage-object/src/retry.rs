@@ -1,4 +1,4 @@
-//! When a request is repeated, and for how long.
+//! The rules by which a request is repeated, and the time for it.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::{Mutex, PoisonError};
@@ -98,7 +98,7 @@ impl Attempts {
         Ok(())
     }
 
-    /// What to say about the number of attempts.
+    /// Describes the number of attempts; empty if there was no second one.
     pub(crate) fn summary(&self) -> String {
         match self.made {
             0 | 1 => String::new(),
@@ -107,7 +107,7 @@ impl Attempts {
     }
 }
 
-/// How long and how often one request is repeated.
+/// The longest time and the largest number of attempts of one request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RetryPolicy {
     pub(crate) deadline: Duration,

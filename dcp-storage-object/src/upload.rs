@@ -21,7 +21,7 @@ use crate::path::upload_path;
 use crate::retry::Attempts;
 use crate::write::{Mark, missing_is_conflict};
 
-/// How the object gets its key.
+/// The step by which the object gets its key.
 enum Step {
     /// The upload is to the key, and replaces what is there.
     Replace,
@@ -143,7 +143,7 @@ impl ObjectUpload {
         Box::pin(ready(Err(error.with_message(cause))))
     }
 
-    /// Why the upload cannot be completed, if it cannot.
+    /// The reason why the upload cannot be completed, if it cannot.
     fn missing(&self) -> Option<Failure> {
         if self.refused {
             return Some(Failure::new(Kind::Invalid, "a part was refused"));

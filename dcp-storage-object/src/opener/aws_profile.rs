@@ -24,14 +24,14 @@ const ELSEWHERE: &[&str] = &["role_arn", "sso_session", "sso_start_url", "sso_ac
 /// Returns the bytes of a file; `None` if it does not exist.
 type ReadFile<'a> = dyn Fn(&Path) -> Result<Option<Vec<u8>>, std::io::Error> + 'a;
 
-/// What surrounds the process: variables and files.
+/// The environment of a process: variables and files.
 pub(super) struct Surroundings<'a> {
     pub(super) variable: &'a dyn Fn(&str) -> Option<String>,
     pub(super) file: &'a ReadFile<'a>,
 }
 
 impl Surroundings<'static> {
-    /// Those of this process.
+    /// The environment of this process.
     pub(super) fn of_process() -> Self {
         Self { variable: &|name| std::env::var(name).ok(), file: &read }
     }

@@ -65,8 +65,8 @@ fn way(name: &str) -> Option<Way> {
     })
 }
 
-/// Where `object_store` sends its requests: to the address that is set, to that of the service
-/// account, as emulators have it, or to Google.
+/// The address to which `object_store` sends its requests: the one that is set, that of the service
+/// account, as emulators have it, or Google's.
 fn base_url(builder: &GoogleCloudStorageBuilder) -> String {
     let of_account = || {
         let key = builder.get_config_value(&GoogleConfigKey::ServiceAccountKey)?;

@@ -14,7 +14,7 @@ pub(crate) struct Ini(BTreeMap<String, Section>);
 /// The properties of a section by name; that of a property of another one is `outer.inner`.
 pub(crate) type Section = BTreeMap<String, String>;
 
-/// Why a file cannot be read. It has nothing of the file, which has secrets.
+/// The reason why a file cannot be read. It has nothing of the file, which has secrets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct IniError {
     /// The number of the line, from 1; 0 for the file.

@@ -92,7 +92,7 @@ pub struct ObjectOpener {
     opened: DashMap<Connected, Arc<Opened>>,
 }
 
-/// What has connections of its own: a bucket of a provider, and the settings.
+/// The key of a connection: a bucket of a provider, and the settings.
 type Connected = (Provider, String, Vec<(String, String)>);
 
 /// A store, and what it can do beyond `ObjectStore`.

@@ -145,7 +145,7 @@ fn near(name: &str) -> Vec<&'static str> {
     near.into_iter().map(|(_, known)| known).take(4).collect()
 }
 
-/// How many characters have to be inserted, removed or replaced; a long name is no typo.
+/// The number of characters to insert, remove or replace; the maximum for a long name, which is no typo.
 fn distance(a: &str, b: &str) -> usize {
     if a.len() > 64 { usize::MAX } else { strsim::levenshtein(a, b) }
 }
@@ -157,7 +157,7 @@ pub(super) fn client() -> object_store::ClientOptions {
     object_store::ClientOptions::new().with_timeout_disabled().with_pool_max_idle_per_host(64)
 }
 
-/// How `object_store` repeats requests.
+/// The retries that `object_store` makes itself.
 #[cfg(any(feature = "s3", feature = "gcs", feature = "azure", feature = "http"))]
 pub(super) fn retry() -> object_store::RetryConfig {
     object_store::RetryConfig::default()

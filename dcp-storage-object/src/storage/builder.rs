@@ -106,7 +106,7 @@ impl ObjectStorageBuilder {
         self
     }
 
-    /// How long one request is repeated before it fails. By default 3 minutes. Writes have one
+    /// The time for which one request is repeated before it fails. By default 3 minutes. Writes have one
     /// second more for each MiB, and the answer to a read for each KiB.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.retry.deadline = deadline.min(DEADLINE_MAX);
@@ -120,8 +120,8 @@ impl ObjectStorageBuilder {
         self
     }
 
-    /// How long an answer may send nothing, or less than a KiB per second, before the rest of it is
-    /// requested again. By default 30 seconds.
+    /// The time for which an answer may send nothing, or less than a KiB per second, before the rest of it
+    /// is requested again. By default 30 seconds.
     pub fn stall_timeout(mut self, timeout: Duration) -> Self {
         self.stall = timeout;
         self

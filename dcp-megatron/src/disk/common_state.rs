@@ -8,7 +8,7 @@ pub const COMMON_OBJECT: &str = "common_state/shard_0_1";
 /// [`MegatronCheckpoint`](crate::MegatronCheckpoint), whatever its age.
 pub const COMMON_STATE: &str = "common_state";
 
-/// Where the common state of a checkpoint is kept.
+/// The place of a checkpoint's common state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CommonPlace {

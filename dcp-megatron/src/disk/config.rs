@@ -15,10 +15,11 @@ const BYTES_MAX: u64 = 1 << 20;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CheckpointingConfig {
-    /// What wrote tensors and objects: `torch_dist` or `zarr`.
+    /// The backend of tensors and objects: `torch_dist` or `zarr`.
     pub sharded: Backend,
-    /// What wrote the common state, `torch`; `None` since Megatron-Core 0.19, which keeps it among
-    /// the objects. A reader takes `None` for `torch` of version 1 where there is a `common.pt`.
+    /// The backend of the common state, `torch`; `None` since Megatron-Core 0.19, which keeps it
+    /// among the objects. A reader takes `None` for `torch` of version 1 where there is a
+    /// `common.pt`.
     pub common: Option<Backend>,
 }
 
@@ -50,26 +51,28 @@ impl std::fmt::Display for Backend {
 }
 
 impl CheckpointingConfig {
-    /// What a plug-in writes whose backend is `sharded`, the common state with it.
+    /// Returns the configuration of a plug-in's checkpoint, the common state in the same backend.
     #[must_use]
     pub fn new(sharded: Backend) -> Self {
         Self { sharded, common: None }
     }
 
-    /// The same, with the common state in a backend of its own.
+    /// Sets the backend of the common state.
     #[must_use]
     pub fn with_common(mut self, common: Backend) -> Self {
         self.common = Some(common);
         self
     }
 
-    /// What Megatron-Core 0.6 to 0.18 writes for `torch_dist`, and every later version reads.
+    /// Returns the configuration of Megatron-Core 0.6 to 0.18 for `torch_dist`, which every later
+    /// version reads.
     #[must_use]
     pub fn torch_dist() -> Self {
         Self { sharded: Backend::first("torch_dist"), common: Some(Backend::first("torch")) }
     }
 
-    /// What Megatron-Core 0.19 and later writes for `torch_dist`, with the common state inside.
+    /// Returns the configuration of Megatron-Core 0.19 and later for `torch_dist`, with the common
+    /// state inside.
     #[must_use]
     pub fn torch_dist_with_common_inside() -> Self {
         Self { sharded: Backend::first("torch_dist"), common: None }

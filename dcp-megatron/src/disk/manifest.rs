@@ -20,14 +20,14 @@ use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
 const BYTES_MAX: u64 = 256 << 20;
 /// Hexadecimal digits of a SHA-256.
 const DIGITS: usize = 64;
-/// How many of them a message shows.
+/// Hexadecimal digits of a hash that a message shows.
 const SHOWN: usize = 16;
 
-/// What a manifest says.
+/// The parsed content of a manifest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Manifest {
-    /// How files were hashed; `sha256` is the only way there ever was.
+    /// The hash algorithm; `sha256` is the only one there ever was.
     pub algorithm: String,
     /// Hashes by the names of files, in lower-case hexadecimal.
     pub files: BTreeMap<String, String>,
@@ -73,7 +73,8 @@ pub async fn verify_integrity(
     verify_manifest(storage, true, job).await
 }
 
-/// The same; unless `deep`, only the manifest itself and whether the files are there.
+/// Verifies files as [`verify_integrity`] does; unless `deep`, only the manifest itself and whether
+/// the files are there.
 pub(crate) async fn verify_manifest(
     storage: &Arc<dyn Storage>,
     deep: bool,
@@ -82,7 +83,8 @@ pub(crate) async fn verify_manifest(
     verify_files(storage, deep, (0, 1), job).await
 }
 
-/// The same, of the files that fall to a rank when so many share them.
+/// Verifies the files of one rank of those that share them; `share` is the rank and the number of
+/// ranks.
 pub(crate) async fn verify_share(
     storage: &Arc<dyn Storage>,
     share: (Rank, u32),

@@ -27,7 +27,7 @@ use crate::disk::small_file::read_small;
 
 /// The record's name. Neither PyTorch nor Megatron-Core looks at it.
 pub(crate) const RECORD: &str = ".dcp-commit";
-/// Why such a folder is only read.
+/// The reason why a half-replaced folder is only read.
 pub const HALF_REPLACED: &str = "the process that replaced this checkpoint died before it was done; \
                                  save it again with overwriting on, or convert it to another place";
 const MAGIC: [u8; 4] = *b"dmc1";
@@ -120,7 +120,7 @@ struct Recovered {
     fixed: Fixed,
 }
 
-/// What stands under a name.
+/// The source of the file under a name.
 enum Found<'a> {
     Inner,
     Kept(&'a Bytes),

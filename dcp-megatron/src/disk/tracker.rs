@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// The tracker's name in the folder of a run.
 pub const TRACKER: &str = "latest_checkpointed_iteration.txt";
 
-/// What a tracker names.
+/// The checkpoint that a tracker names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Tracked {
@@ -20,8 +20,8 @@ pub enum Tracked {
 }
 
 impl Tracked {
-    /// What a tracker says: a decimal number or the word `release`, with spaces and line breaks
-    /// around it.
+    /// Parses the text of a tracker: a decimal number or the word `release`, with spaces and line
+    /// breaks around it.
     ///
     /// # Errors
     ///
@@ -40,7 +40,7 @@ impl Tracked {
         })
     }
 
-    /// What a folder of that name is the checkpoint of; `None` when it is that of none.
+    /// Returns the checkpoint that a folder of that name holds; `None` for any other name.
     #[must_use]
     pub fn of_folder(name: &str) -> Option<Self> {
         if name == "release" {

@@ -51,7 +51,7 @@ pub struct MegatronCheckpoint {
 pub enum StoredFormat {
     /// On top of PyTorch's distributed checkpoints (Megatron-Core 0.6 and later).
     TorchDist {
-        /// Where the common state is.
+        /// The place of the common state.
         common: CommonPlace,
     },
     /// In arrays of zarr (Megatron-Core up to 0.15); only read.
@@ -68,7 +68,7 @@ pub enum StoredFormat {
     },
     /// As a plug-in's [`LoadStrategy`] reads it.
     Plugged {
-        /// What `metadata.json` says.
+        /// The sharded backend in `metadata.json`.
         backend: Backend,
     },
 }
@@ -86,42 +86,43 @@ impl StoredFormat {
     }
 }
 
-/// How to open a checkpoint.
+/// Options to open a checkpoint.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct MegatronOpenOptions {
     /// Whether to look at a damaged one as far as it is whole; what is wrong is then
     /// [`MegatronCheckpoint::damage`], or an error when such a part is read.
     pub tolerant: bool,
-    /// How jobs read it.
+    /// Options of jobs that read it.
     pub job: JobOptions,
-    /// What opens which backend: those of plug-ins, too.
+    /// The strategies by backend, those of plug-ins included.
     pub strategies: Strategies,
 }
 
 impl MegatronOpenOptions {
-    /// The same, for a damaged checkpoint too.
+    /// Sets whether a damaged checkpoint is opened too.
     #[must_use]
     pub fn with_tolerant(mut self, tolerant: bool) -> Self {
         self.tolerant = tolerant;
         self
     }
 
-    /// The same, read in this way.
+    /// Sets the options of jobs that read it.
     #[must_use]
     pub fn with_job(mut self, job: JobOptions) -> Self {
         self.job = job;
         self
     }
 
-    /// The same, by these strategies.
+    /// Sets the strategies by backend.
     #[must_use]
     pub fn with_strategies(mut self, strategies: Strategies) -> Self {
         self.strategies = strategies;
         self
     }
 
-    /// The same for a plug-in, which may open something by them and must not get itself again.
+    /// Returns the options for a plug-in, with the default strategies: a plug-in that opens
+    /// something by them must not get itself again.
     pub(crate) fn for_plug_in(&self) -> Self {
         Self { tolerant: self.tolerant, job: self.job.clone(), strategies: Strategies::default() }
     }
@@ -151,7 +152,7 @@ impl MegatronCheckpoint {
         }
     }
 
-    /// The same, as the checkpoint of a run.
+    /// Marks the checkpoint as one of a run, with a warning about the choice if there is one.
     pub(crate) fn of_run(mut self, which: Tracked, warning: Option<String>) -> Self {
         self.which = Some(which);
         self.warnings.extend(warning);
@@ -317,7 +318,7 @@ impl MegatronCheckpoint {
         matches!(self.format, StoredFormat::TorchDist { .. }).then_some(&self.stored)
     }
 
-    /// What is stored, whatever the format, with its places.
+    /// Returns the stored entries and their places, whatever the format.
     pub(crate) fn stored(&self) -> &Source {
         &self.stored
     }
@@ -341,7 +342,8 @@ impl MegatronCheckpoint {
         self.args.clone()
     }
 
-    /// What Megatron-Core (0.13 and later) notes of the content, such as the optimizer's layout.
+    /// Returns the content metadata that Megatron-Core (0.13 and later) stores, such as the optimizer's
+    /// layout.
     #[must_use]
     pub fn content_metadata(&self) -> Option<&Dict> {
         self.common().get("content_metadata")?.as_dict()
@@ -354,8 +356,8 @@ impl MegatronCheckpoint {
         &self.optimizer_files
     }
 
-    /// What is wrong with the checkpoint, beyond what the index and the lengths of its files show,
-    /// and was overlooked because it was opened tolerantly.
+    /// Returns the damage beyond what the index and the lengths of files show, which was overlooked because
+    /// the checkpoint was opened tolerantly.
     #[must_use]
     pub fn damage(&self) -> &[String] {
         &self.damage
@@ -371,7 +373,7 @@ impl MegatronCheckpoint {
         self.storage.contains(&Key::new(INTEGRITY_FILE)?).await
     }
 
-    /// What is odd about the checkpoint but did not keep it from being opened.
+    /// Returns the warnings about oddities that did not keep the checkpoint from being opened.
     #[must_use]
     pub fn warnings(&self) -> &[String] {
         &self.warnings
@@ -400,7 +402,7 @@ fn is_machines(error: &MegatronError) -> bool {
     is_machine(error)
 }
 
-/// The same of an error of a storage.
+/// Whether an error of a storage is a failure of the storage and not of what is stored.
 pub(crate) fn is_machine(error: &StorageError) -> bool {
     !matches!(error.kind(), StorageErrorKind::NotFound | StorageErrorKind::Truncated)
 }
@@ -419,7 +421,7 @@ async fn is_dcp(storage: &Arc<dyn Storage>) -> Result<bool, MegatronError> {
     Ok(false)
 }
 
-/// What to say where `metadata.json` promises what is not there.
+/// Returns the message for a `metadata.json` of a `torch_dist` checkpoint without `.metadata`.
 async fn promised_but_absent(storage: &Arc<dyn Storage>) -> Result<String, MegatronError> {
     let formats = dcp_convert::formats();
     let place = formats.look(storage).await?;

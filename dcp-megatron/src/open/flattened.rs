@@ -7,7 +7,7 @@ use dcp_core::{Dims, Region};
 
 use crate::error::MegatronError;
 
-/// How many shards there may be beyond those that are stored, which a hostile file could name.
+/// The most shards beyond those that are stored: a hostile file could name any number.
 const CELLS_MAX: u64 = 1 << 20;
 
 /// The pieces of the logical tensor `original`, one for each shard of a regular grid, from
@@ -69,7 +69,7 @@ pub(crate) fn pieces(
     }
 }
 
-/// What a checkpoint may claim in shards beyond its chunks.
+/// The number of shards that a checkpoint may still claim beyond its chunks.
 #[derive(Debug)]
 pub(crate) struct Cells(u64);
 

@@ -71,9 +71,9 @@ fn is_ours(folder: &Folder<'_>) -> Option<bool> {
     Some(names_backend || folder.has(COMMON_FILE))
 }
 
-/// What a checkpoint lacks, by its names; `None` for a folder without one. Since
-/// Megatron-Core 0.19 there is no `common.pt`, and a save that did not finish looks as one of
-/// PyTorch does, but for an `integrity.json`.
+/// Recognizes a checkpoint by the names of its files, with what it lacks; `None` for a folder
+/// without one. Since Megatron-Core 0.19 there is no `common.pt`, and a save that did not finish
+/// looks as one of PyTorch does, but for an `integrity.json`.
 fn checkpoint(folder: &Folder<'_>) -> Option<Recognized> {
     let dcp = DcpFiles::of(folder);
     let has_json = folder.has(METADATA_JSON);
@@ -392,7 +392,8 @@ fn is_read(config: &CheckpointingConfig) -> bool {
     config.sharded.is("torch_dist") || config.sharded.is("zarr")
 }
 
-/// What keeps a checkpoint from being opened whole. Descriptions of arrays and pickles are read.
+/// Returns the problem that keeps a checkpoint from being opened whole. Descriptions of arrays and
+/// pickles are read.
 async fn problem_of_opening(place: &Place) -> Result<Option<String>, StorageError> {
     let options = MegatronOpenOptions::default().with_tolerant(true);
     let problem = match MegatronCheckpoint::open_folder(place.storage(), &options).await {
@@ -421,8 +422,8 @@ fn missing_object(metadata: &CheckpointMetadata) -> Option<String> {
     Some(format!("{key}{}", problem.message))
 }
 
-/// What is wrong with the `integrity.json`, if there is one: it cannot be read, or names a file that is
-/// missing.
+/// Returns the problem of the `integrity.json`, if there is one: it cannot be read, or names a file
+/// that is missing.
 async fn problem_of_manifest(place: &Place) -> Result<Option<String>, StorageError> {
     match verify_manifest(place.storage(), false, &JobOptions::default()).await {
         Ok(problems) => Ok(problems.into_iter().flatten().next().map(|problem| {

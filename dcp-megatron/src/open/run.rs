@@ -28,7 +28,7 @@ pub struct MegatronRun {
 pub struct RunCheckpoint {
     /// Which one it is.
     pub which: Tracked,
-    /// What is known of its folder: whether it is complete and why not, its size and age.
+    /// The state of its folder: whether it is complete and why not, its size and age.
     pub entry: RunEntry,
 }
 
@@ -47,7 +47,8 @@ impl MegatronRun {
         Self { storage }
     }
 
-    /// What the tracker says; `None` where there is none. What it names need not be there.
+    /// Reads the tracker; `None` where there is none. The checkpoint that it names need not be
+    /// there.
     ///
     /// # Errors
     ///

@@ -31,17 +31,18 @@ pub trait SaveStrategy: fmt::Debug + Send + Sync {
     ) -> Result<Arc<dyn StorageWriter>, MegatronError>;
 }
 
-/// How a checkpoint is to be written.
+/// The settings of a writer of checkpoints.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct WriterSettings {
     /// All that is not sharded.
     pub common: Dict,
-    /// Where the common state goes, and so which versions of Megatron-Core read the checkpoint.
+    /// The place of the common state, and so the versions of Megatron-Core that read the
+    /// checkpoint.
     pub form: MegatronForm,
     /// The form of the `.metadata` pickle.
     pub profile: Option<Profile>,
-    /// How many files each rank writes.
+    /// The files that each rank writes.
     pub files: FileLayout,
     /// Whether `integrity.json` is written.
     pub integrity: bool,
@@ -78,14 +79,14 @@ pub struct Opened {
     pub common: Dict,
     /// Which one it is of the run whose folder was opened.
     pub which: Option<Tracked>,
-    /// What is odd about it but did not keep it from being opened.
+    /// The warnings about oddities that did not keep it from being opened.
     pub warnings: Vec<String>,
-    /// What is wrong with it and was overlooked because it was opened tolerantly.
+    /// The damage that was overlooked because it was opened tolerantly.
     pub damage: Vec<String>,
 }
 
 impl Opened {
-    /// What `reader` reads, with this common state and nothing to say about it.
+    /// Makes a checkpoint of the entries that `reader` reads, without warnings and damage.
     #[must_use]
     pub fn new(reader: Arc<dyn StorageReader>, common: Dict) -> Self {
         Self { reader, common, which: None, warnings: Vec::new(), damage: Vec::new() }
@@ -142,7 +143,7 @@ impl Strategies {
         Self { save: BTreeMap::new(), load: BTreeMap::new() }
     }
 
-    /// The same with `strategy` for saving to a backend.
+    /// Registers `strategy` for saving to a backend.
     #[must_use]
     #[doc(alias = "register_default_strategy")]
     pub fn with_save(mut self, backend: Backend, strategy: Arc<dyn SaveStrategy>) -> Self {
@@ -150,7 +151,7 @@ impl Strategies {
         self
     }
 
-    /// The same with `strategy` for loading from a backend.
+    /// Registers `strategy` for loading from a backend.
     #[must_use]
     #[doc(alias = "register_default_strategy")]
     pub fn with_load(mut self, backend: Backend, strategy: Arc<dyn LoadStrategy>) -> Self {
@@ -159,7 +160,7 @@ impl Strategies {
         self
     }
 
-    /// What saves to a backend.
+    /// Returns the strategy that saves to a backend.
     ///
     /// # Errors
     ///
@@ -171,7 +172,7 @@ impl Strategies {
         find(&self.save, backend, "saves to")
     }
 
-    /// What loads from a backend.
+    /// Returns the strategy that loads from a backend.
     ///
     /// # Errors
     ///
@@ -182,7 +183,7 @@ impl Strategies {
         find(&self.load, backend, "loads from").map(|loads| &loads.strategy)
     }
 
-    /// What a plug-in has registered for loading from a backend.
+    /// Returns the strategy that a plug-in has registered for loading from a backend.
     pub(crate) fn plugged(&self, backend: &Backend) -> Option<&Arc<dyn LoadStrategy>> {
         let loads = self.load.get(&(Arc::clone(&backend.name), backend.version))?;
         (!loads.built_in).then_some(&loads.strategy)

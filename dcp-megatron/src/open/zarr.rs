@@ -28,7 +28,8 @@ pub(crate) struct ZarrCheckpoint {
     arrays: ZarrReader,
     /// The place of everything.
     stored: Arc<CheckpointMetadata>,
-    /// The same, but objects are not what is there.
+    /// The entries as in `stored`, but objects have no stored bytes: they are computed as lists of
+    /// one.
     shown: Arc<CheckpointMetadata>,
     warnings: Vec<String>,
 }
@@ -47,12 +48,12 @@ impl ZarrCheckpoint {
         Ok(Self { arrays, stored: Arc::new(stored), shown: Arc::new(shown), warnings })
     }
 
-    /// What is wrong with it, which only a tolerant reader comes to say.
+    /// Returns the damage, which only a tolerant reader has.
     pub(crate) fn damage(&self) -> &[String] {
         self.arrays.warnings()
     }
 
-    /// What is odd about it but did not keep it from being opened.
+    /// Returns the warnings about oddities that did not keep it from being opened.
     pub(crate) fn warnings(&self) -> &[String] {
         &self.warnings
     }

@@ -45,7 +45,7 @@ pub(super) trait Elements: Sync {
 #[derive(Clone, Debug, Default)]
 pub(super) struct BucketShape {
     pub(super) elements: u64,
-    /// Where its chunks begin and end, if they are those of parameters.
+    /// The boundaries of its chunks, if they are those of parameters.
     pub(super) bounds: Option<BTreeSet<u64>>,
     /// The data-parallel ranks that share the bucket, and how many elements each has: chunks may
     /// end where a rank's part does.
@@ -101,7 +101,7 @@ pub(super) struct Walked {
 struct Step {
     start: u64,
     end: u64,
-    /// Where the bucket begins.
+    /// The first element of the bucket.
     base: u64,
     /// The class of the parameter; `None` when it is none of the model's.
     class: Option<usize>,
@@ -297,8 +297,8 @@ impl Walker<'_> {
         }
     }
 
-    /// What can follow at `at` of a bucket that begins at `base`, the likeliest last. With
-    /// `unknown`, where nothing does that is known, anything of a known size.
+    /// Returns the steps that can follow at `at` of a bucket that begins at `base`, the likeliest
+    /// last. With `unknown`, where no known parameter follows, anything of a known size.
     async fn choices(
         &mut self,
         bucket: usize,

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use super::format::OptimizerFormat;
 use super::join::SettingsDifference;
 
-/// How the parameters in the flat buffers of an optimizer were found, and which were not.
+/// The result of the search for parameters in the flat buffers of an optimizer: found and not
+/// found.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct LayoutReport {
@@ -56,7 +57,7 @@ pub struct AmbiguousPlace {
     pub bucket: usize,
     /// The first element.
     pub element: u64,
-    /// How many elements there are.
+    /// The number of elements.
     pub elements: u64,
     /// The model's tensors that it may be of, and the layer, where there is one.
     pub candidates: Vec<(Arc<str>, Option<u64>)>,
@@ -72,7 +73,7 @@ pub struct UnknownPlace {
     pub bucket: usize,
     /// The first element.
     pub element: u64,
-    /// Why nothing was found.
+    /// The reason why nothing was found.
     pub problem: &'static str,
 }
 
@@ -83,8 +84,8 @@ impl LayoutReport {
         self.ambiguous.is_empty() && self.unknown.is_empty() && self.unresolved.is_empty()
     }
 
-    /// What keeps the state from being shown by parameter, one sentence for each reason; empty
-    /// when nothing does.
+    /// Returns the problems that prevent the view by parameter, one sentence for each; empty when
+    /// there are none.
     #[must_use]
     pub fn problems(&self) -> Vec<String> {
         const NAMED: usize = 4;
@@ -115,7 +116,7 @@ impl LayoutReport {
     }
 }
 
-/// What became of the optimizer's state in a view of a checkpoint by parameter.
+/// The result of a view of a checkpoint's optimizer state by parameter.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PerParameterReport {
@@ -123,11 +124,11 @@ pub struct PerParameterReport {
     pub from: OptimizerFormat,
     /// Tensors of the model whose state is shown.
     pub params: usize,
-    /// How they were found, where the format does not name them.
+    /// The result of the search for the parameters, where the format does not name them.
     pub layout: Option<LayoutReport>,
-    /// Where ranks of the model have other settings than the first, which is used for all:
-    /// learning rates, steps, the scale of gradients. Parameter groups that only some of them have
-    /// are all kept.
+    /// The groups of ranks that have other settings than the first, which is used for all: learning
+    /// rates, steps, the scale of gradients. Parameter groups that only some of them have are all
+    /// kept.
     pub differing: Vec<SettingsDifference>,
 }
 

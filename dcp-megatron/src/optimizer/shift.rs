@@ -148,7 +148,7 @@ async fn probe(wrong: &Wrong<'_>) -> Result<Option<Vec<u8>>, CheckpointError> {
     Ok(None)
 }
 
-/// How many different elements there are.
+/// Counts the distinct elements, of `size` bytes each.
 fn kinds(elements: &[u8], size: usize) -> usize {
     elements.chunks_exact(size).collect::<HashSet<_>>().len()
 }

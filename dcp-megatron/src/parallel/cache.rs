@@ -10,7 +10,7 @@ use dcp_core::{FormatError, Key, Payload, Rank, Storage, StorageError, StorageEr
 
 use super::inventory::{Fingerprint, pack, unpack};
 
-/// What a file begins with; the number changes with the form.
+/// The first bytes of a file; the number changes with the form.
 const MAGIC: &[u8; 8] = b"dcpdist1";
 /// 4096 ranks with 100 000 shards each have 50 MiB of bits.
 const BYTES_MAX: u64 = 1 << 30;
@@ -30,8 +30,8 @@ impl DiskCache {
         Self { storage }
     }
 
-    /// What each rank owns, if that is known of exactly this group: by the fingerprint of all that
-    /// it depends on, and the number of shards of each rank.
+    /// Reads the shards that each rank owns, if the file is of exactly this group: by the
+    /// fingerprint of all that they depend on, and the number of shards of each rank.
     pub(super) async fn read(
         &self,
         first_rank: Rank,
@@ -87,7 +87,7 @@ fn file(first_rank: Rank) -> Result<Key, StorageError> {
     Ok(Key::new(format!("distribution_{first_rank:05}.dcp"))?)
 }
 
-/// What the file of a group says.
+/// The content of a group's file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CachedDistribution {
     /// The fingerprint of all that the distribution depends on.

@@ -10,7 +10,7 @@ use dcp_planner::{Holdings, RankSet, ShareRule};
 use super::inventory::Inventory;
 use crate::error::MegatronError;
 
-/// What a distribution is for.
+/// The operation that a distribution is for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Purpose {
@@ -91,8 +91,8 @@ struct Shard {
     main: Option<Rank>,
 }
 
-/// The same, given the different lists of shards, and for each rank which of them it holds and
-/// which shards of it are main replicas.
+/// Distributes shards as [`distribute`] does, from the different lists of shards, and for each rank
+/// the list that it holds and which shards of it are main replicas.
 pub(super) fn distribute_different(
     lists: &[&SavePlan],
     ranks: &[(usize, &[bool])],

@@ -48,11 +48,11 @@ pub struct ParallelSave {
     remembered: Mutex<Vec<Remembered>>,
 }
 
-/// What [`ParallelSave::redistribute`] did on this rank.
+/// The result of [`ParallelSave::redistribute`] on this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Redistribution {
-    /// Where it was known from.
+    /// The source of the distribution.
     pub origin: DistributionOrigin,
     /// Shards that this rank writes.
     pub shards: u64,
@@ -60,7 +60,7 @@ pub struct Redistribution {
     pub byte_len: u64,
 }
 
-/// Where a distribution is known from.
+/// The source of a distribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum DistributionOrigin {

@@ -51,7 +51,7 @@ impl MegatronDivision {
         Self::within(PARTS_OF_ALL_MAX, metadata, layout, args)
     }
 
-    /// The same, of at most so many parts of all tensors together.
+    /// Divides as [`new`](Self::new) does, into at most `parts_max` parts of all tensors together.
     fn within(
         parts_max: u64,
         metadata: &Arc<CheckpointMetadata>,
@@ -109,7 +109,7 @@ impl Division for MegatronDivision {
     }
 }
 
-/// How the decoder's layers were divided among stages, where there were as many of these.
+/// Returns the split in the arguments, where these have as many stages as `layout`.
 fn split_of_args(layout: ParallelLayout, args: Option<&MegatronArgs>) -> Option<PipelineSplit> {
     let was = args.and_then(MegatronArgs::pipeline_model_parallel_size);
     args.filter(|_| was == Some(layout.pp.into())).map(PipelineSplit::of_args)
@@ -146,16 +146,16 @@ fn refuse_flat_optimizer(
 struct Survey {
     metadata: Arc<CheckpointMetadata>,
     ranks: Ranks,
-    /// How many layers there are in each stack.
+    /// The number of layers of each stack.
     layers: HashMap<String, u64>,
-    /// Where each chunk of a stack's layers ends, and its stage.
+    /// The end of each chunk of a stack's layers, and its stage.
     stages: HashMap<String, Vec<(u64, u32)>>,
-    /// How many experts there are in each stack, where names number them.
+    /// The number of experts of each stack, where names number them.
     experts: HashMap<String, u64>,
     gated: bool,
 }
 
-/// How a tensor is cut.
+/// The cut of a tensor.
 struct Cut {
     /// The axis of the parts of tensor-parallel ranks.
     axis: Option<usize>,
@@ -254,7 +254,7 @@ impl Survey {
         if key.experts.is_some() { self.ranks.etp } else { self.ranks.tp }
     }
 
-    /// How a tensor is cut; `None` of one that stays in the parts that are stored.
+    /// Returns the cut of a tensor; `None` of one that stays in the parts that are stored.
     fn cut(
         &self,
         fqn: &str,

@@ -16,7 +16,7 @@ pub(super) struct ModelKey<'a> {
     pub(super) experts: Option<Counted>,
 }
 
-/// How a name states its index among several.
+/// The index among several layers or experts, as a name states it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Counted {
     /// All of them, along an axis in front.
@@ -36,7 +36,7 @@ impl<'a> ModelKey<'a> {
         Self { prefix, param, layers, experts }
     }
 
-    /// How many axes there are in front of the parameter's own.
+    /// Returns the number of axes in front of the parameter's own.
     pub(super) fn prepended(&self) -> usize {
         let axis = |counted| usize::from(counted == Counted::Axis);
         self.layers.map_or(0, |(_, layer)| axis(layer)) + self.experts.map_or(0, axis)

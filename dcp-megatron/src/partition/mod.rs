@@ -11,8 +11,8 @@ pub(crate) use division::MegatronDivision;
 pub(crate) use heads::oldest_version;
 pub(crate) use observed::Observed;
 
-/// How tensor parallelism of `t` ranks cuts a parameter along one of its own axes: those without
-/// the axes of layers and experts that Megatron-Core puts in front.
+/// The cut of a parameter by the tensor parallelism of `t` ranks, along one of its own axes: those
+/// without the axes of layers and experts that Megatron-Core puts in front.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum TensorCut {
@@ -35,7 +35,7 @@ pub enum TensorCut {
 pub struct PartitionRule {
     /// The last components of the name; one that begins with `*` may go on in front.
     pub ending: &'static str,
-    /// How they are cut.
+    /// The cut of these parameters.
     pub cut: TensorCut,
 }
 
@@ -43,8 +43,8 @@ const fn rule(ending: &'static str, cut: TensorCut) -> PartitionRule {
     PartitionRule { ending, cut }
 }
 
-/// How Megatron-Core (0.6 to 0.19) cuts parameters among tensor-parallel ranks, the first rule
-/// that fits. Names are those of checkpoints, which do not contain module classes.
+/// The rules by which Megatron-Core (0.6 to 0.19) cuts parameters among tensor-parallel ranks; the
+/// first that fits counts. Names are those of checkpoints, which do not contain module classes.
 ///
 /// Optimizer state of one parameter (`optimizer.state.<state>.<name>`) is cut as the parameter.
 /// What no rule names keeps the grid that it was stored in.
@@ -128,8 +128,8 @@ pub const RULES: &[PartitionRule] = &{
     ]
 };
 
-/// How the parameter of this name is cut, without its optimizer's prefix; `None` when no rule
-/// names it.
+/// Returns the cut of the parameter of this name, without its optimizer's prefix; `None` when no
+/// rule names it.
 #[must_use]
 pub fn tensor_cut(name: &str) -> Option<TensorCut> {
     let fits = |rule: &&PartitionRule| match rule.ending.strip_prefix('*') {

@@ -80,8 +80,8 @@ impl<'m> Parameter<'m> {
         }
     }
 
-    /// How many different parts ranks have of it. Of a gated matrix there are as many or twice as
-    /// many as ranks, so it shows nothing.
+    /// Counts the different parts that ranks have of it. Of a gated matrix there are as many or
+    /// twice as many as ranks, so it shows nothing.
     fn parts(&self) -> Option<u64> {
         let axis = self.axis().filter(|_| self.cut != TensorCut::Gated)?;
         let starts: BTreeSet<u64> =

@@ -16,8 +16,8 @@ use crate::args::MegatronArgs;
 use crate::error::MegatronError;
 use crate::partition::{TensorCut, tensor_cut};
 
-/// What has one name in a distributed checkpoint: the places on the axes of layers and experts,
-/// and what ranks have of each.
+/// The leaves that have one name in a distributed checkpoint: by their places on the axes of layers
+/// and experts, the parts that ranks have of each.
 #[derive(Default)]
 struct Named<'l> {
     cells: BTreeMap<Vec<u64>, (&'l Slot, &'l ByRank)>,
@@ -172,7 +172,7 @@ impl<'l> Model<'l> {
         Ok(alike)
     }
 
-    /// How many layers and experts there are of something, after checking that all are there.
+    /// Returns the numbers of layers and experts of a name, after checking that all are there.
     fn extents(&self, fqn: &str, named: &Named<'_>) -> Result<Vec<u64>, MegatronError> {
         let axes = named.cells.keys().next().map_or(0, Vec::len);
         let extents: Vec<u64> = (0..axes)

@@ -46,7 +46,7 @@ pub(super) struct Place {
 }
 
 impl LegacyFolders {
-    /// Those in `storage`; `None` where there is none with a model in it.
+    /// Finds the folders in `storage`; `None` where there is none with a model in it.
     pub(crate) async fn find(storage: &dyn Storage) -> Result<Option<Self>, MegatronError> {
         let (mut models, mut optimizers) = (BTreeMap::new(), BTreeSet::new());
         let mut objects = storage.list(None);
@@ -138,7 +138,7 @@ impl LegacyFolders {
     }
 }
 
-/// How many ranks share each expert, if there are any and the arguments have it.
+/// Returns the number of ranks that share each expert, if there are experts and the arguments have it.
 fn parts_of_experts(args: Option<&MegatronArgs>) -> Option<u32> {
     let args = args?;
     args.num_experts()?;

@@ -167,7 +167,7 @@ impl Module {
     }
 }
 
-/// What is fused in a module of Mamba or of a gated delta network.
+/// The fused tensors of a Mamba or gated delta network module.
 const FUSED: [&str; 3] = ["in_proj.weight", "conv1d.weight", "conv1d.bias"];
 /// Other tensors with the sizes of its parts.
 const TELLING: [&str; 2] = ["out_proj.weight", "dt_bias"];

@@ -30,7 +30,7 @@ pub(super) struct Slot {
     pub(super) name: String,
 }
 
-/// What one rank has of it.
+/// The part of a slot that one rank has.
 #[derive(Clone, Debug)]
 pub(super) struct Leaf {
     /// The rank's file, by its position.
@@ -39,7 +39,7 @@ pub(super) struct Leaf {
     pub(super) entry: usize,
     /// The tensor's dtype and shape; `None` of an object.
     pub(super) tensor: Option<(DType, Dims)>,
-    /// Where the tensor begins in that of the entry.
+    /// The offsets of the tensor in that of the entry.
     pub(super) start: Dims,
     /// For every axis of the tensor the one of the entry that it runs along.
     pub(super) axes: Vec<usize>,
@@ -51,7 +51,7 @@ impl Leaf {
         Self { part, entry, tensor, start: Dims::zeros(ndim), axes: (0..ndim).collect() }
     }
 
-    /// What no file has: nothing, as an object.
+    /// Makes an object that no file has.
     pub(super) fn nowhere(part: usize) -> Self {
         Self::whole(part, usize::MAX, None)
     }
@@ -70,7 +70,7 @@ impl Leaf {
     }
 }
 
-/// What the ranks of one stage have, by tensor-parallel rank, or by part of an expert.
+/// The parts that ranks of one stage have, by tensor-parallel rank, or by part of an expert.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ByRank {
     pub(super) pp: u32,
@@ -241,7 +241,7 @@ fn is_local(found: &[Found], args: Option<&MegatronArgs>) -> bool {
     has("self_attention.linear_qkv.weight") && !has("self_attention.linear_qkv.layer_norm_weight")
 }
 
-/// How many layers and experts ranks have.
+/// The numbers of layers and experts that ranks have.
 struct Numbers {
     /// Of each stack, by chunk of the virtual pipeline and then by stage, which is the order of
     /// layers.

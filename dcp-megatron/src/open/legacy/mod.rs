@@ -36,14 +36,14 @@ const OPTIMIZER_BYTES_MAX: u64 = 16 << 20;
 pub(crate) struct Legacy {
     /// The model's tensors, and what is known of ranks as objects.
     pub(crate) source: Source,
-    /// What the first rank's file has besides the model and the random state.
+    /// The entries of the first rank's file besides the model and the random state.
     pub(crate) common: Dict,
     /// The files of distributed optimizers, by rank of the model.
     pub(crate) optimizers: Vec<Source>,
     pub(crate) tp: u32,
     pub(crate) pp: u32,
     pub(crate) ep: u32,
-    /// What is lost of folders.
+    /// The folders whose optimizer file is lost, and the problem of each.
     pub(crate) damage: Vec<(String, String)>,
     pub(crate) warnings: Vec<String>,
 }

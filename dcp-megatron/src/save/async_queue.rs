@@ -92,7 +92,7 @@ type Finalizer = Box<dyn FnOnce() -> BoxFuture<'static, Result<(), MegatronError
 struct Call {
     number: u64,
     work: Work,
-    /// How it went, once it has ended here.
+    /// The result on this rank, once the save has ended here.
     outcome: Option<Outcome>,
     finalizers: Vec<Finalizer>,
 }
@@ -102,7 +102,7 @@ enum Work {
     Task(JoinHandle<Result<(), CheckpointError>>),
 }
 
-/// Where ranks are: a message that is not the same on all of them is a call out of step.
+/// The step that a rank is at. Ranks at different steps call out of order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Step {
     Schedule(u64),
@@ -111,24 +111,25 @@ enum Step {
     Finalize(u64, u32),
 }
 
-/// What failed, and on which ranks: [`RankFailure::into_parts`] of each failure.
+/// The failures by rank: [`RankFailure::into_parts`] of each.
 type Failures = Vec<(Rank, String, String)>;
 
 type Outcome = Result<(), Failures>;
 
-/// What a rank says at a step: where it is, how many finalizers it has for this call, and whether
-/// it is done here, or how it failed. Fields have no names, for this is said once an iteration.
+/// A rank's message at a step: the step, the number of its finalizers for this call, and whether
+/// the call is done here, or how it failed. Fields have no names, for this is sent once an
+/// iteration.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Word(Step, u32, Result<bool, Failures>);
 
-/// What follows from the words of all ranks.
+/// The coordinator's answer to the messages of all ranks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Answer {
     /// All are done; so many finalizers the rank with the most has.
     Done(u32),
     NotYet,
     Failed(Failures),
-    /// What the coordinator and another rank are doing, and which rank that is.
+    /// The steps of the coordinator and of another rank, and which rank that is.
     Unmatched(String, String, Rank),
 }
 
@@ -273,8 +274,8 @@ impl AsyncCallsQueue {
         Ok(())
     }
 
-    /// How the first call stands here: its number, how many finalizers it has, and whether it is
-    /// done.
+    /// Returns the state of the first call on this rank: its number, the number of its finalizers,
+    /// and whether it is done. With `wait`, waits until it is.
     async fn look(&mut self, wait: bool) -> Option<(u64, u32, Result<bool, Failures>)> {
         let rank = self.rank();
         let head = self.calls.front_mut()?;
@@ -444,7 +445,7 @@ impl Work {
     }
 }
 
-/// What failed where; an error that lists ranks already is not wrapped again.
+/// Lists a rank's error as failures; an error that lists ranks already is not wrapped again.
 fn failures(rank: Rank, error: MegatronError) -> Failures {
     match error {
         MegatronError::Checkpoint(CheckpointError::Ranks { failures, .. }) => {

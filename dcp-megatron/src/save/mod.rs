@@ -78,10 +78,10 @@ pub async fn save(
     Ok(options.saver.save(&flat, &*writer).await?)
 }
 
-/// The same in the background: when this returns, all ranks have agreed on what is saved, and it
-/// was copied, so that training may go on. Writing and commit follow on `background`, whose saver
-/// needs a group of its own, of the same ranks in the same order; the options' group is not used
-/// any more then.
+/// Saves in the background: when this returns, all ranks have agreed on what is saved, and it was
+/// copied, so that training may go on. Writing and commit follow on `background`, whose saver needs
+/// a group of its own, of the same ranks in the same order; the options' group is not used any more
+/// then.
 ///
 /// The last thing that the background save does, on rank 0, is to write `metadata.json`; whatever
 /// is to be done when the checkpoint is complete, such as writing the tracker of the run, is done
@@ -144,7 +144,7 @@ impl MegatronBackgroundSaver {
     }
 }
 
-/// What all ranks have agreed to save.
+/// A save on which all ranks have agreed.
 struct Ready {
     flat: StateDict,
     /// The copy, for a save in the background.
@@ -152,7 +152,7 @@ struct Ready {
     writer: Arc<dyn StorageWriter>,
 }
 
-/// What a rank has made ready on its own.
+/// The part of a save that a rank prepares on its own.
 struct Own {
     flat: Result<StateDict, MegatronError>,
     staged: Option<StagedState>,
@@ -245,7 +245,7 @@ fn described(sharded: &ShardedStateDict) -> Bytes {
     RankShards::of(sharded_leaves(sharded)).to_wire()
 }
 
-/// What is wrong with the shards that ranks describe.
+/// Validates the shards that ranks describe; `None` when nothing is wrong.
 fn problems<'a>(
     offers: impl Iterator<Item = &'a [u8]>,
 ) -> Result<Option<IntegrityError>, PlanError> {
@@ -308,7 +308,7 @@ impl MegatronSaveOptions {
     }
 }
 
-/// What the coordinator found.
+/// The coordinator's findings about the offers of all ranks.
 #[derive(Debug, Serialize, Deserialize)]
 struct Verdict {
     integrity: Option<IntegrityError>,
@@ -346,7 +346,7 @@ fn split(offer: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     Some((digest, problem, description))
 }
 
-/// How every rank's common state differs from that of rank 0. Only requested when one does.
+/// Compares every rank's common state with that of rank 0. Only requested when one differs.
 async fn differences(group: &Group, compared: &Dict) -> Result<CommonDiffers, MegatronError> {
     let mine = (group.context().rank == 0).then(|| Ok(Value::from(compared.clone()).to_wire()?));
     let first = group.broadcast(Phase::Plan, 0, mine).await?;

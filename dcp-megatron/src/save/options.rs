@@ -19,7 +19,7 @@ use crate::writer::MegatronForm;
 /// A change to the common state before it is compared between ranks.
 type Preprocess = dyn Fn(&Dict) -> Dict + Send + Sync;
 
-/// How a checkpoint is saved. Every rank passes the same, but for the group's own rank.
+/// Options of a save. Every rank passes the same, but for the group's own rank.
 ///
 /// One kept for several saves remembers plans between them, so that unchanged states exchange a
 /// few bytes only.
@@ -107,7 +107,8 @@ impl MegatronSaveOptions {
         self
     }
 
-    /// What the content is like, such as the optimizer's layout; stored in the common state.
+    /// Sets the description of the content, such as the optimizer's layout; stored in the common
+    /// state.
     #[must_use]
     pub fn content_metadata(mut self, content: Dict) -> Self {
         self.content_metadata = Some(content);
@@ -138,7 +139,8 @@ impl MegatronSaveOptions {
         self
     }
 
-    /// Where the common state goes, and so which versions of Megatron-Core read the checkpoint.
+    /// Sets the place of the common state, and so the versions of Megatron-Core that read the
+    /// checkpoint.
     #[must_use]
     pub fn form(mut self, form: MegatronForm) -> Self {
         self.settings.form = form;
@@ -162,7 +164,7 @@ impl MegatronSaveOptions {
         })
     }
 
-    /// How each rank divides what it writes into files; all into one by default.
+    /// Sets the division of each rank's data into files; one file by default.
     /// [`FileLayout::MegatronCompatible`] divides as Megatron-Core's `thread_count` does: with
     /// [`ShareRule::Megatron`](crate::parallel::ShareRule::Megatron) the files then hold what
     /// Megatron-Core's would.

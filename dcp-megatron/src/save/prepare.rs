@@ -11,7 +11,7 @@ use crate::sharded::{
     extract, mixed_lists, sharded_leaves, to_values,
 };
 
-/// What a rank saves.
+/// The state that a rank saves, divided into sharded entries and the common state.
 #[derive(Debug)]
 pub(crate) struct ToSave {
     /// Tensors and objects.

@@ -61,7 +61,7 @@ impl ShardedTensorBuilder {
         self
     }
 
-    /// How many leading axes of the global shape the local shard does not have.
+    /// Sets the number of leading axes of the global shape that the local shard does not have.
     pub fn prepended_axes(mut self, count: usize) -> Self {
         self.prepend_axis_num = count;
         self

@@ -34,7 +34,7 @@ pub enum ShardError {
         key: String,
         /// The items whose number is wrong.
         what: &'static str,
-        /// How many there are.
+        /// The number of these items.
         found: usize,
         /// The global shape.
         global: Dims,
@@ -47,9 +47,9 @@ pub enum ShardError {
         key: String,
         /// The global axis.
         axis: usize,
-        /// Where the shard begins there.
+        /// The offset of the shard along the axis, in elements.
         offset: u64,
-        /// How long it is there.
+        /// The length of the shard along the axis, in elements.
         local: u64,
     },
     /// `(axis, position, fragments)` that describes no place.
@@ -61,7 +61,7 @@ pub enum ShardError {
         axis: usize,
         /// Which fragment this is.
         position: u64,
-        /// How many fragments there are.
+        /// The number of fragments.
         fragments: u64,
         /// The problem.
         problem: &'static str,
@@ -71,7 +71,7 @@ pub enum ShardError {
     Misplaced {
         /// The tensor.
         key: String,
-        /// What does not go together.
+        /// The contradiction.
         problem: &'static str,
     },
     /// Sizes beyond what 64 bits can count.
@@ -79,7 +79,7 @@ pub enum ShardError {
     TooLarge {
         /// The tensor.
         key: String,
-        /// What cannot be counted.
+        /// The number that exceeds 64 bits.
         problem: String,
     },
     /// A flattened range that does not fit.
@@ -105,7 +105,7 @@ pub enum ShardError {
         start: u64,
         /// Elements.
         len: u64,
-        /// Why not.
+        /// The reason why the part is no shard of its own.
         problem: String,
     },
     /// A sharded object's key or place that cannot be stored.
@@ -113,7 +113,7 @@ pub enum ShardError {
     Object {
         /// The key.
         key: String,
-        /// Why not.
+        /// The reason why it cannot be stored.
         problem: String,
     },
     /// A factory could not build or merge.
@@ -121,7 +121,7 @@ pub enum ShardError {
     Factory {
         /// The factory's key.
         key: String,
-        /// Why.
+        /// The error of the factory.
         problem: String,
     },
     /// Two values for the same place of a state dict.

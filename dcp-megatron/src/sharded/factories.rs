@@ -82,7 +82,7 @@ pub fn named_split(
     Ok(factory_of(shard, build))
 }
 
-/// Where a rank's experts are, for [`grouped_experts`].
+/// The place of a rank's experts, for [`grouped_experts`].
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct ExpertGrid {
@@ -106,21 +106,22 @@ impl ExpertGrid {
         Self { first, experts, layer: None, tensor_parallel: None, gated: false }
     }
 
-    /// The same at a position of a layer axis.
+    /// Sets the position on the layer axis, and the number of layers.
     #[must_use]
     pub fn with_layer(mut self, position: u64, layers: u64) -> Self {
         self.layer = Some((position, layers));
         self
     }
 
-    /// The same with `axis` of each expert's weight `[out, in]` cut.
+    /// Sets the `axis` of each expert's weight `[out, in]` that tensor parallelism cuts, the rank's
+    /// position, and the ranks.
     #[must_use]
     pub fn with_tensor_parallel(mut self, axis: usize, position: u64, ranks: u64) -> Self {
         self.tensor_parallel = Some((axis, position, ranks));
         self
     }
 
-    /// The same with gate and up halves or not.
+    /// Sets whether `out` is the gate and up halves of a gated linear unit.
     #[must_use]
     pub fn with_gated(mut self, gated: bool) -> Self {
         self.gated = gated;

@@ -62,21 +62,21 @@ impl ShardedTensorFactory {
         Self { parts, build: Arc::new(build), merge: Arc::new(merge) }
     }
 
-    /// The same for another copy.
+    /// Sets the replica that the shards are.
     #[must_use]
     pub fn with_replica_id(mut self, replica_id: impl Into<ReplicaId>) -> Self {
         self.parts.replica_id = replica_id.into();
         self
     }
 
-    /// The same under another key.
+    /// Replaces the key.
     #[must_use]
     pub fn with_key(mut self, key: impl Into<Arc<str>>) -> Self {
         self.parts.key = key.into();
         self
     }
 
-    /// The same for another tensor.
+    /// Replaces the tensor.
     #[must_use]
     pub fn with_local(mut self, local: impl Into<LocalTensor>) -> Self {
         self.parts.local = local.into();

@@ -52,7 +52,7 @@ struct Merged<'a> {
 struct MergedKey<'a> {
     spec: &'a Spec,
     rank: Rank,
-    /// What cannot be compared is not counted either.
+    /// Whether the declarations contradict each other, so that replicas are not counted.
     broken: bool,
     outside: usize,
     /// For grids: the position of each main replica, counted row by row, and its rank.

@@ -50,7 +50,8 @@ impl LocalTensor {
         Ok(Self { dtype: self.dtype, shape: region.sizes().clone(), data })
     }
 
-    /// The same with its axes in another order: axis `i` of the result is axis `axes[i]` of this.
+    /// Returns the tensor with its axes in another order: axis `i` of the result is axis `axes[i]`
+    /// of this.
     ///
     /// # Errors
     ///
@@ -70,7 +71,7 @@ impl LocalTensor {
         Ok(Self { dtype: self.dtype, shape, data })
     }
 
-    /// The same without its first axis, which must have one index.
+    /// Removes the first axis, which must have one index.
     pub(super) fn without_first_axis(self) -> Result<Self, PlanError> {
         let axes: Vec<Option<usize>> = (1..self.shape.ndim()).map(Some).collect();
         let shape = self.shape.iter().skip(1).copied().collect();

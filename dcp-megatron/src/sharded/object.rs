@@ -53,7 +53,7 @@ impl ObjectKey {
         Self { key: "".into(), offset, grid }.renamed(key)
     }
 
-    /// The same place under another key. The place is one that was read, or checked before.
+    /// Replaces the key of a place that was read, or checked before.
     fn renamed(self, key: Arc<str>) -> Result<Self, ShardError> {
         if key.contains('/') {
             let problem = "it has a slash, which divides key and place".to_owned();
@@ -62,7 +62,7 @@ impl ObjectKey {
         Ok(Self { key, ..self })
     }
 
-    /// The same place in a grid whose last axis is `len` long, once it is known of an older name.
+    /// Sets the length of the grid's last axis, which an older name does not have.
     pub(crate) fn with_last_axis(mut self, len: u64) -> Self {
         if let Some(last) = self.grid.last_mut() {
             *last = len;
@@ -95,8 +95,8 @@ impl ObjectKey {
         &self.offset
     }
 
-    /// How many objects there are along each axis; 0 on the last where an older name does not
-    /// say.
+    /// Returns the number of objects along each axis; 0 on the last where an older name does not
+    /// have it.
     #[must_use]
     pub fn grid(&self) -> &Dims {
         &self.grid
@@ -154,14 +154,14 @@ impl ShardedObject {
         Self { at, replica_id: ReplicaId::MAIN, data: None }
     }
 
-    /// The same object as another copy; the main one by default.
+    /// Sets the replica that the object is; the main one by default.
     #[must_use]
     pub fn with_replica_id(mut self, replica_id: impl Into<ReplicaId>) -> Self {
         self.replica_id = replica_id.into();
         self
     }
 
-    /// The same object under another key.
+    /// Replaces the key.
     ///
     /// # Errors
     ///
@@ -171,7 +171,7 @@ impl ShardedObject {
         Ok(self)
     }
 
-    /// The same object without its data.
+    /// Removes the data.
     #[must_use]
     pub fn without_data(mut self) -> Self {
         self.data = None;

@@ -25,7 +25,7 @@ pub enum ShardingProblem {
         key: String,
         /// The shards; the first ones, when they are very many.
         shards: Vec<String>,
-        /// How many there are.
+        /// The number of shards.
         count: u64,
     },
     /// Several ranks, or one of them several times, hold a main replica.
@@ -34,7 +34,7 @@ pub enum ShardingProblem {
         key: String,
         /// The shards and the ranks that claim them; the first ones, when they are very many.
         shards: Vec<(String, Vec<u32>)>,
-        /// How many there are.
+        /// The number of shards.
         count: u64,
     },
     /// A shard ends outside its tensor.
@@ -54,7 +54,7 @@ pub enum ShardingProblem {
         key: String,
         /// The rank that declares it.
         rank: u32,
-        /// What does not divide.
+        /// The sizes that do not divide.
         problem: String,
     },
     /// Ranks say different things of one key.

@@ -106,7 +106,7 @@ impl ShardedTensor {
         &self.global_shape
     }
 
-    /// Where the shard begins in the whole tensor.
+    /// Returns the offsets of the shard in the whole tensor.
     #[must_use]
     pub fn global_offset(&self) -> &Dims {
         self.region.offsets()
@@ -130,7 +130,7 @@ impl ShardedTensor {
         &self.replica_id
     }
 
-    /// How many leading global axes the local shard does not have.
+    /// Returns the number of leading global axes that the local shard does not have.
     #[must_use]
     pub fn prepend_axis_num(&self) -> usize {
         self.prepend_axis_num
@@ -174,28 +174,28 @@ impl ShardedTensor {
         }
     }
 
-    /// The same shard as another copy.
+    /// Sets the replica that the shard is.
     #[must_use]
     pub fn with_replica_id(mut self, replica_id: impl Into<ReplicaId>) -> Self {
         self.replica_id = replica_id.into();
         self
     }
 
-    /// The same shard of another tensor.
+    /// Replaces the key.
     #[must_use]
     pub fn with_key(mut self, key: impl Into<Arc<str>>) -> Self {
         self.key = key.into();
         self
     }
 
-    /// The same shard without its memory: what there is to say about it to other ranks.
+    /// Removes the memory, which leaves the description for other ranks.
     #[must_use]
     pub fn without_data(mut self) -> Self {
         self.local.data = None;
         self
     }
 
-    /// The same shard in other memory.
+    /// Replaces the memory.
     ///
     /// # Errors
     ///
@@ -206,8 +206,8 @@ impl ShardedTensor {
         Ok(self)
     }
 
-    /// The same place in other memory, or as another description, also of another dtype: optimizer
-    /// state of 32 bits, say, in the place of its parameter of 16 bits. Give it a
+    /// Replaces the local tensor by one in other memory or without memory, also of another dtype:
+    /// optimizer state of 32 bits, for example, in the place of its parameter of 16 bits. Give it a
     /// [key](Self::with_key) of its own.
     ///
     /// # Errors

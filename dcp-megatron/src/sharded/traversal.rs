@@ -326,7 +326,8 @@ pub fn sharded_leaves(state: &ShardedStateDict) -> Vec<ShardedLeaf<'_>> {
     leaves
 }
 
-/// The same of one value.
+/// Returns the sharded tensors and objects of one value, as [`sharded_leaves`] does of a state
+/// dict.
 pub(crate) fn leaves_of(value: &ShardedValue) -> Vec<ShardedLeaf<'_>> {
     let mut leaves = Vec::new();
     gather(value, &mut leaves);

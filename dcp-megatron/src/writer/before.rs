@@ -35,8 +35,8 @@ impl Before {
         })
     }
 
-    /// The same files once more, which only need their names to be back, so that this works on a
-    /// full storage too.
+    /// Stages the files of the earlier checkpoint again. A restore then only renames them, which
+    /// works on a full storage too.
     pub(super) async fn stage(&self, storage: &dyn Storage) -> Result<Staged, StorageError> {
         let mut staged = Staged::new();
         for name in [METADATA, COMMON_FILE, INTEGRITY_FILE, METADATA_JSON] {

@@ -56,7 +56,8 @@ impl MegatronWriterBuilder {
         self
     }
 
-    /// Where the common state goes, and so which versions of Megatron-Core read the checkpoint.
+    /// Sets the place of the common state, and so the versions of Megatron-Core that read the
+    /// checkpoint.
     pub fn form(mut self, form: MegatronForm) -> Self {
         self.form = form;
         self
@@ -75,7 +76,7 @@ impl MegatronWriterBuilder {
         self
     }
 
-    /// How many files each rank writes; one by default, as Megatron-Core since 0.17.
+    /// Sets the files of each rank; one by default, as Megatron-Core since 0.17.
     /// [`FileLayout::MegatronCompatible`] divides as its `thread_count` does.
     pub fn files(mut self, layout: FileLayout) -> Self {
         self.dcp = self.dcp.files(layout);

@@ -3,8 +3,8 @@
 pub(crate) use crate::disk::common_state::{COMMON_FILE, COMMON_OBJECT};
 pub(crate) use crate::disk::config::METADATA_JSON;
 
-/// Where the common state of a `torch_dist` checkpoint is. Never in both: readers that know both
-/// places take the file.
+/// The place of the common state of a `torch_dist` checkpoint. Never both places: readers of both
+/// use the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MegatronForm {

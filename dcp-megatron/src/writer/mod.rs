@@ -202,7 +202,8 @@ impl MegatronWriter {
         replaced
     }
 
-    /// What is there, also where a process died while it overwrote it.
+    /// Reads the files of the checkpoint that is there, also where a process died while it
+    /// overwrote it.
     async fn look(&self) -> Result<Before, StorageError> {
         Before::look(&*recovered(&self.storage).await?).await
     }

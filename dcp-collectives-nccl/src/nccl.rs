@@ -112,7 +112,7 @@ impl Network for NcclNetwork {
 /// The memory of a chunk.
 #[derive(Debug)]
 struct Slot {
-    /// Whose memory `host` lends.
+    /// The owner of the memory that `host` lends.
     _pinned: HostMemory,
     host: Buffer,
     device: CudaSlice<u8>,

@@ -1,4 +1,4 @@
-//! Which URLs name one place, and their folders and names.
+//! Comparable places of URLs, with their folders and names.
 
 /// A place in a storage. Jobs compare places to find URLs that name the same files.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

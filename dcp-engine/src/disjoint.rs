@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use dcp_core::{Dims, Region};
 
-/// So many different boxes of one chunk are compared with each other; where there are more, all
+/// The most different boxes of one chunk that are compared with each other; where there are more, all
 /// between them is taken.
 const BOXES_MAX: usize = 64;
 

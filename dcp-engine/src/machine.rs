@@ -1,4 +1,4 @@
-//! Which ranks run on one machine, and so may share what it keeps in memory.
+//! The machine of a rank: ranks of one machine may share what it keeps in memory.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;

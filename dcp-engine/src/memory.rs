@@ -22,7 +22,7 @@ pub(crate) struct Memory {
 #[derive(Clone, Debug)]
 pub(crate) struct Remembered {
     pub(crate) fingerprint: u128,
-    /// Which of the coordinator's plans it is a part of.
+    /// The id of the coordinator's plan that it is a part of.
     pub(crate) plan_id: u64,
     pub(crate) plan: Arc<WritePlan>,
 }

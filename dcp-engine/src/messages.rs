@@ -14,7 +14,7 @@ use crate::summary::{FileTime, WriteTimes};
 /// The first message of a rank to the coordinator: its structure, and the plan that it remembers.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Offer {
-    /// Which save of its saver this is.
+    /// The number of this save among those of its saver.
     pub(crate) sequence: u64,
     pub(crate) summary: PlanSummary,
     pub(crate) remembers: Option<u64>,

@@ -22,7 +22,7 @@ pub(crate) struct Offer {
     machine: Option<u64>,
 }
 
-/// Which ranks share their reads.
+/// The ranks that share their reads.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Sharers {
     /// The first rank with the same plan; `None` for a rank that reads by itself.

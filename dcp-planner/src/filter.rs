@@ -1,4 +1,4 @@
-//! Which entries of a checkpoint are meant.
+//! Filters that select entries of a checkpoint by name.
 
 use dcp_core::path::{PathItem, StatePath};
 

@@ -12,7 +12,7 @@ use dcp_core::{CheckpointMetadata, PlanError, StateDict, Tensor, Value};
 /// PyTorch at about as many.
 pub(crate) const MAX_DEPTH: usize = 512;
 
-/// Which containers become part of the names, and which stay one value.
+/// The rule by which containers become part of the names, or stay one value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum FlattenRule {

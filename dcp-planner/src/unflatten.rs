@@ -55,7 +55,7 @@ pub fn set_at_path(
     Ok(())
 }
 
-/// Which keys a dict may have.
+/// The keys that a dict may have.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Keys {
     /// Text only, as in a dict that was made here.

@@ -1,4 +1,4 @@
-//! Which requests read the ranges of a call.
+//! The requests that read the ranges of a call.
 
 /// Memory to fill, and its offset in the object.
 #[derive(Debug)]

@@ -36,7 +36,7 @@ pub struct OperationSummary {
     pub number: u64,
     /// The time at which the first rank began, since 1970.
     pub began: f64,
-    /// Until the last rank ended.
+    /// The time from there until the last rank ended.
     pub duration: f64,
     /// Bytes that all ranks wrote or needed.
     pub bytes: u64,
@@ -56,7 +56,7 @@ pub struct RankSummary {
     pub rank: Rank,
     /// The time of its begin, since 1970.
     pub began: f64,
-    /// Until it ended.
+    /// The time until it ended.
     pub duration: f64,
     /// Bytes that it wrote or needed.
     pub bytes: u64,

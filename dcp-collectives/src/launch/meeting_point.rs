@@ -106,7 +106,7 @@ fn host(
 /// The port in the variables.
 enum Port {
     Named(u16),
-    /// That of torchrun's agent, which itself listens there.
+    /// The port of torchrun's agent, which itself listens there.
     OfAgent(u16),
 }
 

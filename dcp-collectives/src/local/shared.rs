@@ -84,7 +84,7 @@ struct State {
     outputs: Vec<Option<Output>>,
     left: Vec<Option<Leaving>>,
     subgroups: HashMap<(Box<[Rank]>, u64), Subgroup>,
-    /// The number of subgroups that a rank made of the same ranks.
+    /// The number of subgroups that a rank made so far, by their ranks and that rank.
     made: HashMap<(Box<[Rank]>, Rank), u64>,
 }
 

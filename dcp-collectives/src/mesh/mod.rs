@@ -66,7 +66,7 @@ pub struct Mesh {
     limits: CallLimits,
     /// Held during a call: one rank makes its calls one after the other.
     links: Mutex<Links>,
-    /// The number of subgroups made of the same ranks, by these ranks.
+    /// The number of subgroups that were made so far, by their ranks.
     made: Mutex<HashMap<Box<[Rank]>, u64>>,
 }
 

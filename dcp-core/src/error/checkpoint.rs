@@ -62,7 +62,7 @@ pub enum CheckpointError {
         phase: Phase,
         /// The state of the checkpoint that was being saved, as seen by this rank.
         standing: Standing,
-        /// Which rank was lost, and how that was noticed.
+        /// The rank that was lost, and the sign of that.
         #[source]
         source: CollectiveError,
     },

@@ -31,7 +31,7 @@ pub enum CollectiveError {
     Aborted {
         /// The rank that gave up.
         rank: Rank,
-        /// Why.
+        /// The reason that it reported.
         reason: String,
     },
     /// Ranks are at different operations, or talk different versions.

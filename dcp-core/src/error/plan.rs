@@ -32,7 +32,7 @@ pub enum PlanError {
         left_rank: Rank,
         /// The description by another rank.
         right: String,
-        /// That other rank.
+        /// The rank of `right`.
         right_rank: Rank,
     },
     /// A planner describes something otherwise than it is.
@@ -104,7 +104,7 @@ pub enum PlanError {
         shape: String,
         /// The chunk.
         chunk: String,
-        /// Whose chunk it is, where known.
+        /// The rank that offers the chunk, where known.
         rank: Option<Rank>,
     },
     /// Two chunks share elements.
@@ -360,7 +360,7 @@ pub enum PlanError {
     Assembly {
         /// The assembled tensor.
         fqn: String,
-        /// Which piece does not fit, and why.
+        /// The piece that does not fit, and the reason.
         problem: String,
     },
     /// Objects that share memory in a file need too much of it when each is read by itself.
@@ -384,7 +384,7 @@ pub enum PlanError {
     /// The message of a rank cannot be decoded, as of a rank of another version.
     #[error("cannot decode {message}: {problem}; start all ranks with one version of dcp", message = Message(.message), problem = Message(.problem))]
     Message {
-        /// Which message, such as "the request of rank 3".
+        /// The name of the message, such as "the request of rank 3".
         message: String,
         /// The reason.
         problem: String,

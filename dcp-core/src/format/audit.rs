@@ -127,7 +127,7 @@ impl IndexCallable {
         Self { index: None, name: name.into(), path, dangerous }
     }
 
-    /// The same, in the index of that name.
+    /// Sets the index that imports it, where that is not the whole checkpoint.
     #[must_use]
     pub fn in_index(mut self, index: &'static str) -> Self {
         self.index = Some(index);
@@ -176,7 +176,7 @@ impl StoredRecord {
         Self { name: name.into(), file, bytes, keys: Vec::new() }
     }
 
-    /// The same, with these tensors in it.
+    /// Sets the tensors in the record.
     #[must_use]
     pub fn with_keys(mut self, keys: Vec<Arc<str>>) -> Self {
         self.keys = keys;
@@ -235,7 +235,7 @@ impl Findings {
         Self { problems, notes, unchecked: None, shares_bytes: false }
     }
 
-    /// The same, with what a deep check cannot compare.
+    /// Sets the data that a deep check cannot compare, for people.
     #[must_use]
     pub fn with_unchecked(mut self, unchecked: Option<String>) -> Self {
         self.unchecked = unchecked;
@@ -273,21 +273,21 @@ impl FoundProblem {
         Self { kind, message: message.into(), key: None, file: None, byte_offset: None }
     }
 
-    /// The same, of a tensor or object.
+    /// Sets the tensor or object.
     #[must_use]
     pub fn with_key(mut self, key: Option<Arc<str>>) -> Self {
         self.key = key;
         self
     }
 
-    /// The same, of a file.
+    /// Sets the file.
     #[must_use]
     pub fn with_file(mut self, file: Option<Key>) -> Self {
         self.file = file;
         self
     }
 
-    /// The same, from this byte of the file on.
+    /// Sets the offset in the file of the first byte in question.
     #[must_use]
     pub fn at(mut self, byte_offset: Option<u64>) -> Self {
         self.byte_offset = byte_offset;

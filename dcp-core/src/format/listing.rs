@@ -43,7 +43,7 @@ impl Listing {
         self.name.as_deref()
     }
 
-    /// The same, for a folder of that name.
+    /// Sets the name of the folder.
     #[must_use]
     pub fn with_name(mut self, name: impl Into<Option<String>>) -> Self {
         self.name = name.into();

@@ -41,42 +41,42 @@ pub struct OpenOptions {
 }
 
 impl OpenOptions {
-    /// The same, for a damaged checkpoint too.
+    /// Sets whether a damaged checkpoint is opened as far as it is whole.
     #[must_use]
     pub fn with_tolerant(mut self, tolerant: bool) -> Self {
         self.tolerant = tolerant;
         self
     }
 
-    /// The same, for a variant of a model.
+    /// Sets the variant of a model that is read.
     #[must_use]
     pub fn with_variant(mut self, variant: Option<String>) -> Self {
         self.variant = variant;
         self
     }
 
-    /// The same, for what this rank has.
+    /// Sets the rank whose tensors and objects are read where ranks differ.
     #[must_use]
     pub fn with_rank(mut self, rank: Option<u32>) -> Self {
         self.rank = rank;
         self
     }
 
-    /// The same, to load into the memory of a trainer or not.
+    /// Sets whether the tensors go into the memory of a trainer.
     #[must_use]
     pub fn with_for_load(mut self, for_load: bool) -> Self {
         self.for_load = for_load;
         self
     }
 
-    /// The same, on every rank of a group or on one.
+    /// Sets whether every rank of a group opens the checkpoint.
     #[must_use]
     pub fn with_in_group(mut self, in_group: bool) -> Self {
         self.in_group = in_group;
         self
     }
 
-    /// The same, for a caller that needs no other tensors than these.
+    /// Sets the tensors that are needed; `None` for all.
     #[must_use]
     pub fn with_keys(mut self, keys: Option<WantedKeys>) -> Self {
         self.keys = keys;
@@ -111,7 +111,7 @@ impl Place {
         self.listing.name()
     }
 
-    /// The same, whose folder has that name.
+    /// Sets the name of the folder.
     #[must_use]
     pub fn with_name(self, name: Option<String>) -> Self {
         let listing = Arc::new(Listing::clone(&self.listing).with_name(name));
@@ -147,14 +147,14 @@ impl Place {
         Ok(Self { storage: Arc::new(storage), listing, file: None, known, index })
     }
 
-    /// The same, where the checkpoint in `folder` (a path from this one; `.` for itself) has files
+    /// Marks the checkpoint in `folder` (a path from this one; `.` for itself) as one that has files
     /// of the same names and lengths as another one, which was examined and found whole.
     #[must_use]
     pub fn known_files(self, folder: impl Into<String>) -> Self {
         Self { known: Some(folder.into()), ..self }
     }
 
-    /// The same, where the index of the checkpoint in `folder` (a path from this one; `.` for itself) was
+    /// Adds the index of the checkpoint in `folder` (a path from this one; `.` for itself), which was
     /// read whole already.
     #[must_use]
     pub fn with_index(self, folder: impl Into<String>, index: Arc<CheckpointMetadata>) -> Self {
@@ -269,49 +269,49 @@ impl OpenedCheckpoint {
         }
     }
 
-    /// The same, with all keys and files, where the reader's metadata lacks some.
+    /// Sets all keys and files, where the reader's metadata lacks some.
     #[must_use]
     pub fn with_names(mut self, names: Option<Arc<CheckpointMetadata>>) -> Self {
         self.names = names;
         self
     }
 
-    /// The same, with notes.
+    /// Adds notes.
     #[must_use]
     pub fn with_notes(mut self, notes: impl IntoIterator<Item = String>) -> Self {
         self.notes.extend(notes);
         self
     }
 
-    /// The same, with the checks of the format that the reader does not make.
+    /// Sets the checks of the format that the reader does not make.
     #[must_use]
     pub fn with_audit(mut self, audit: Arc<dyn CheckpointAudit>) -> Self {
         self.audit = Some(audit);
         self
     }
 
-    /// The same, with what differs among ranks.
+    /// Sets the differences among ranks.
     #[must_use]
     pub fn with_differing(mut self, differing: Vec<RankDifference>) -> Self {
         self.differing = differing;
         self
     }
 
-    /// The same, with files of other variants.
+    /// Sets the files of other variants.
     #[must_use]
     pub fn with_variants(mut self, variants: Vec<Key>) -> Self {
         self.variants = variants;
         self
     }
 
-    /// The same, with all objects in the pickle of one file.
+    /// Sets the file in which one pickle holds all objects.
     #[must_use]
     pub fn with_single_pickle(mut self, file: Key) -> Self {
         self.single_pickle = Some(file);
         self
     }
 
-    /// The same, with something for callers that know the format, such as the reader
+    /// Adds an extension for callers that know the format, such as the reader
     /// under its own type.
     #[must_use]
     pub fn with_extension<T: Any + Send + Sync>(mut self, extension: Arc<T>) -> Self {

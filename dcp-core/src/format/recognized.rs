@@ -30,21 +30,21 @@ impl FormatInfo {
         Self { name, title, landmarks: &[], file_endings: &[], model_folders: false }
     }
 
-    /// The same, with landmarks.
+    /// Sets the landmarks.
     #[must_use]
     pub fn with_landmarks(mut self, landmarks: &'static [&'static str]) -> Self {
         self.landmarks = landmarks;
         self
     }
 
-    /// The same, for files of these endings.
+    /// Sets the endings of files that may be checkpoints on their own.
     #[must_use]
     pub fn with_file_endings(mut self, endings: &'static [&'static str]) -> Self {
         self.file_endings = endings;
         self
     }
 
-    /// The same, whose folders are Hugging Face models.
+    /// Declares that folders of the format are Hugging Face models.
     #[must_use]
     pub fn with_model_folders(mut self) -> Self {
         self.model_folders = true;
@@ -92,14 +92,14 @@ impl Recognized {
         Self { evidence, description: description.into(), problem: None, inner: None }
     }
 
-    /// The same, with what keeps it from being whole.
+    /// Sets the reason why the checkpoint is incomplete.
     #[must_use]
     pub fn with_problem(mut self, problem: Option<String>) -> Self {
         self.problem = problem;
         self
     }
 
-    /// The same, whose data is in a folder below.
+    /// Sets the folder below that holds what is opened.
     #[must_use]
     pub fn with_inner(mut self, inner: Option<String>) -> Self {
         self.inner = inner;
@@ -129,7 +129,7 @@ pub struct Examined {
     /// the [problem](Self::problem), such as a variant of a model. It counts neither as complete nor as
     /// what a dead save left.
     pub opens: bool,
-    /// Which other program it belongs to, where that shows only now, as the predicate of a sentence: no
+    /// The other program that it belongs to, where that shows only now, as the predicate of a sentence: no
     /// job opens it, and whether it is whole is unknown.
     pub unsupported: Option<String>,
     /// Whether the trainer may remove it when a later one is there, where it says so.
@@ -200,7 +200,7 @@ impl Examined {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RunTracker {
-    /// The file that says so.
+    /// The name of the tracker's file.
     pub file: &'static str,
     /// The folder that it names, or why it names none.
     pub folder: Result<String, String>,
@@ -216,7 +216,7 @@ impl RunTracker {
         Self { file, folder, unfinished: Vec::new() }
     }
 
-    /// The same, with folders whose saves did not finish.
+    /// Sets the folders whose saves did not finish, each with the reason.
     #[must_use]
     pub fn with_unfinished(mut self, unfinished: Vec<(String, String)>) -> Self {
         self.unfinished = unfinished;
@@ -224,7 +224,7 @@ impl RunTracker {
     }
 }
 
-/// Which checkpoint of a run is opened.
+/// The checkpoint of a run that is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RunSelection {
@@ -253,7 +253,7 @@ impl RunSelection {
         Self { description, folder, reason, tracker: None, tracker_problem: None }
     }
 
-    /// The same, by a file that decides, with what is wrong with it.
+    /// Sets the file that decides, with the problem of that file.
     #[must_use]
     pub fn with_tracker(mut self, file: &'static str, problem: Option<String>) -> Self {
         self.tracker = Some(file);

@@ -50,7 +50,7 @@ impl FormatRegistry {
         self.formats.insert(0, format);
     }
 
-    /// The same, with another format.
+    /// Adds a format, as [`register`](Self::register) does.
     #[must_use]
     pub fn with(mut self, format: Arc<dyn CheckpointFormat>) -> Self {
         self.register(format);

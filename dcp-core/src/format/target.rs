@@ -65,14 +65,14 @@ impl Compression {
 }
 
 impl WriterOptions {
-    /// The same, which replaces a checkpoint or refuses to.
+    /// Sets whether the write replaces a checkpoint, or refuses to.
     #[must_use]
     pub fn with_overwrite(mut self, overwrite: bool) -> Self {
         self.overwrite = overwrite;
         self
     }
 
-    /// The same, which compresses in this way.
+    /// Sets the compression of data.
     #[must_use]
     pub fn with_compression(mut self, compression: impl Into<Option<Compression>>) -> Self {
         self.compression = compression.into();

@@ -1,4 +1,4 @@
-//! Which keys of a checkpoint are needed.
+//! The choice of the keys of a checkpoint that are needed.
 
 use std::fmt;
 use std::sync::Arc;

@@ -55,9 +55,9 @@ pub enum LeftoverKind {
 /// The treatment of leftovers that [`Storage::leftovers`](super::Storage::leftovers) finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LeftoverAction {
-    /// Returns it.
+    /// Returns the leftovers.
     List,
-    /// Removes it, and returns what was removed.
+    /// Removes the leftovers, and returns those that were removed.
     Remove,
 }
 

@@ -1,4 +1,4 @@
-//! Which parts of their plans ranks send to the coordinator, so that it receives each once.
+//! The coordinator's request for parts of the ranks' plans, so that it receives each once.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -185,7 +185,7 @@ mod tests {
 
     /// A tensor of the group, or with no shape an object.
     type Leaf = Option<Vec<u64>>;
-    /// Which leaf, and a chunk of it by rule or by numbers.
+    /// A leaf, and a chunk of it by rule or by numbers.
     type Offered = (Index, bool, u64, Vec<(u64, u64)>);
 
     /// The part of `index` of `parts` along each axis that is `divided`.

@@ -112,7 +112,7 @@ impl BackgroundSaver {
         self
     }
 
-    /// The same, whose errors call the place of the saves so; see [`Saver::place`].
+    /// Sets the name of the place of the saves in errors; see [`Saver::place`].
     #[must_use]
     pub fn place(&self, name: &str) -> Self {
         Self { saver: self.saver.clone().place(name), ..self.clone() }

@@ -163,7 +163,7 @@ pub(super) fn none_of(mut errors: Vec<PlanError>) -> Result<(), PlanError> {
 }
 
 impl<'a> Merged<'a> {
-    /// Whose item a row of a name is.
+    /// The offer that the item in a row of a name is from.
     pub(super) fn offer(&self, key: &MergedKey<'_>, row: u32) -> &Offer {
         &self.offers[key.origin(row).offer as usize]
     }
@@ -266,7 +266,7 @@ impl<'a> MergedKey<'a> {
         (offsets, sizes)
     }
 
-    /// Whose item a row is.
+    /// The offer and the number of the item in a row.
     pub(super) fn origin(&self, row: u32) -> Origin {
         self.origins[row as usize]
     }

@@ -13,13 +13,13 @@ use dcp_core::plan::{
 use dcp_core::planner::SavePlanner;
 use dcp_core::{PlanError, Region};
 
-/// Which of the ranks that hold the same chunk or object writes it. One of them always does:
+/// The rule that chooses the rank that writes a chunk or object which several hold. One always does:
 /// PyTorch's `dedup_replicated_tensors` has no effect either (2.15).
 #[doc(alias = "dedup_replicated_tensors")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DedupPolicy {
-    /// So that the ranks write about equally many bytes: the largest first, each to the rank that
+    /// The rule by which ranks write about equally many bytes: the largest first, each to the rank that
     /// has the fewest bytes so far.
     #[default]
     Balanced,

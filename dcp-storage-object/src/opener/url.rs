@@ -1,4 +1,4 @@
-//! Which bucket and folder a URL names.
+//! The bucket and the folder that a URL names.
 
 use dcp_core::StorageError;
 use dcp_core::text::{Quoted, without_secrets};

@@ -1,4 +1,4 @@
-//! Which tensor, object or name a [`PlanError`] is about.
+//! The tensor, object or name that a [`PlanError`] is about.
 
 use super::PlanError;
 use crate::region::RegionError;

@@ -15,7 +15,7 @@ pub enum MappingError {
         file: String,
         /// The line, from 1.
         line: usize,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// A configuration in YAML that cannot be read, or says nothing of a model.
@@ -25,7 +25,7 @@ pub enum MappingError {
         file: String,
         /// The line, from 1.
         line: usize,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// A rule does not fit the checkpoint.
@@ -37,7 +37,7 @@ pub enum MappingError {
         line: usize,
         /// The rule's name, or the Megatron name that it is about.
         rule: String,
-        /// What is wrong, with the tensor.
+        /// The problem, with the tensor.
         problem: String,
     },
     /// There is no built-in mapping of that name.
@@ -45,7 +45,7 @@ pub enum MappingError {
     UnknownFamily {
         /// The name requested.
         name: String,
-        /// Those there are.
+        /// The families that have built-in mappings.
         known: Vec<&'static str>,
     },
     /// The weights are not those of a model of the mapping's family.
@@ -53,7 +53,7 @@ pub enum MappingError {
     OtherFamily {
         /// The mapping's name.
         family: String,
-        /// What speaks against it.
+        /// The evidence against it.
         why: String,
     },
     /// Some tensors of the checkpoint have no rule.
@@ -69,7 +69,7 @@ pub enum MappingError {
     UnknownFact {
         /// The number, by the name that Megatron's arguments have for it.
         fact: String,
-        /// What needs it.
+        /// The size or tensors that need it.
         needed_for: String,
     },
     /// An invalid argument or configuration field.
@@ -77,9 +77,9 @@ pub enum MappingError {
     BadFact {
         /// Its name.
         fact: String,
-        /// What it is, as JSON.
+        /// Its value, as JSON.
         value: String,
-        /// Why that cannot be.
+        /// The reason why the value is invalid.
         problem: String,
     },
     /// The other side would compute something else: it has no way to say this.
@@ -87,9 +87,9 @@ pub enum MappingError {
     Differs {
         /// The argument of Megatron's, or the field of `config.json`.
         fact: String,
-        /// What it is, as JSON.
+        /// Its value, as JSON.
         value: String,
-        /// What the other side has.
+        /// The limitation of the other side.
         problem: String,
     },
     /// `config.json` would have holes, which transformers fills with numbers of another model.

@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 
 use crate::error::MappingError;
 
-/// What is known of a model: names of Megatron's arguments, and their values.
+/// The facts of a model: names of Megatron's arguments, and their values.
 ///
 /// They come from a checkpoint's `args` ([`from_args`](Self::from_args)), from a transformers
 /// `config.json` ([`Mapping::facts_of_config`](crate::Mapping::facts_of_config)), or one by one.
@@ -81,7 +81,7 @@ impl Facts {
         Self { values: args, ..Self::default() }
     }
 
-    /// The same with one more value, or another one.
+    /// Adds a value, or replaces one.
     #[must_use]
     pub fn with(mut self, name: impl Into<String>, value: impl Into<Value>) -> Self {
         self.set(name, value);
@@ -94,7 +94,7 @@ impl Facts {
         &self.padding
     }
 
-    /// The same, with another padding of the vocabulary.
+    /// Sets the padding of the vocabulary.
     #[must_use]
     pub fn with_padding(mut self, padding: Padding) -> Self {
         self.padding = padding;
@@ -116,8 +116,9 @@ impl Facts {
         }
     }
 
-    /// The same for a model that will be opened with a given `config.json`, of which `config` are
-    /// the facts: the vocabulary has as many tokens as it says, and it has the other missing facts.
+    /// Completes the facts of a model that will be opened with a given `config.json`, of which
+    /// `config` are the facts: the vocabulary has as many tokens as it says, and it has the other
+    /// missing facts.
     ///
     /// # Errors
     ///

@@ -8,10 +8,10 @@ use dcp_core::{Dims, Region};
 
 use crate::facts::Facts;
 
-/// What a rule does.
+/// The operation of a rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Op {
-    /// The same elements.
+    /// A copy of the elements.
     Copy,
     /// Query, key and value, in Megatron interleaved by query group. In Hugging Face they are
     /// three tensors, or one that has them one after the other.
@@ -32,12 +32,12 @@ pub(crate) enum Heads {
     Key,
 }
 
-/// How long a part is.
+/// The length of a part along an axis.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Size {
     /// The product of numbers and facts.
     Product(Vec<Factor>),
-    /// What the others leave.
+    /// The length that the other parts leave.
     Rest,
 }
 
@@ -73,7 +73,7 @@ pub(crate) struct Layout {
     pub(crate) megatron: Dims,
     pub(crate) hf: Vec<Dims>,
     pub(crate) links: Vec<Link>,
-    /// What of the Megatron tensor is in no Hugging Face tensor.
+    /// The box of the Megatron tensor that is in no Hugging Face tensor.
     pub(crate) padding: Option<Region>,
 }
 
@@ -100,7 +100,7 @@ struct Run {
     len: u64,
 }
 
-/// How one rule divides a tensor.
+/// The division of a tensor by one rule.
 struct Division {
     axis: usize,
     parts: Vec<u64>,

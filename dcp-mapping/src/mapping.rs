@@ -8,7 +8,7 @@ use crate::error::MappingError;
 use crate::layout::Op;
 use crate::template::{Naming, Template};
 
-/// How the weights of one family of models are called and laid out in Megatron-Core and in
+/// A mapping of one family of models: the names and layouts of its weights in Megatron-Core and in
 /// Hugging Face's transformers. One mapping serves both directions.
 #[derive(Clone, Debug)]
 pub struct Mapping {
@@ -40,7 +40,7 @@ pub(crate) struct Family {
     pub(crate) megatron_prefixes: Vec<String>,
 }
 
-/// What identifies a Megatron checkpoint of the family.
+/// The features that identify a Megatron checkpoint of the family.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Recognize {
     pub(crate) has: Vec<Template>,
@@ -57,7 +57,7 @@ pub(crate) struct Drop {
     pub(crate) megatron: Vec<String>,
 }
 
-/// How the arguments of both sides belong together.
+/// The rules between arguments of Megatron and fields of `config.json`.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ConfigRules {
     pub(crate) constants: Map<String, Value>,
@@ -67,11 +67,11 @@ pub(crate) struct ConfigRules {
     pub(crate) fields: IndexMap<String, String>,
     /// Fields that have to be written: what transformers takes instead is that of another model.
     pub(crate) required: Vec<String>,
-    /// What transformers takes for fields that `config.json` lacks.
+    /// The values that transformers uses for fields that `config.json` lacks.
     pub(crate) absent: Map<String, Value>,
-    /// What Megatron's arguments are for every model of the family.
+    /// The values of Megatron's arguments for every model of the family.
     pub(crate) args: Map<String, Value>,
-    /// The same, of arguments that change nothing, or nothing beyond the tensors.
+    /// The usual values of arguments that change nothing, or nothing beyond the tensors.
     pub(crate) usual: Map<String, Value>,
     pub(crate) rope: Option<String>,
     pub(crate) moe_layers: Option<String>,
@@ -79,7 +79,7 @@ pub(crate) struct ConfigRules {
     pub(crate) window: bool,
     /// The field that says which GELU it is.
     pub(crate) gelu: Option<String>,
-    /// How many of its experts transformers scores a group of experts by.
+    /// The number of its best experts by which transformers scores a group of experts.
     pub(crate) group_score: Option<u64>,
 }
 

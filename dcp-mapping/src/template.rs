@@ -76,12 +76,12 @@ pub(crate) struct Template {
     pub(crate) prefixed: bool,
 }
 
-/// What goes into names besides numbers.
+/// The parts of names besides the numbers of layers and experts.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Naming {
-    /// What stands in front of names.
+    /// The prefix of names.
     pub(crate) prefix: String,
-    /// What is added to the number of an `{mtp}`.
+    /// The offset that is added to the number of an `{mtp}`.
     pub(crate) mtp_from: u64,
 }
 
@@ -150,8 +150,9 @@ impl Template {
         self.parts.iter().all(|part| matches!(part, Part::Text(_)))
     }
 
-    /// The same tensors with some numbers as leading axes: a number is taken out of the name,
-    /// together with the dot behind it. `None` where there is none to be taken out.
+    /// Returns the template of the same tensors with some numbers as leading axes: a number is
+    /// taken out of the name, together with the dot behind it. `None` where there is none to be
+    /// taken out.
     pub(crate) fn stacked(&self, holes: &[Hole]) -> Option<Self> {
         let mut stacked = self.clone();
         stacked.lead.clear();

@@ -227,7 +227,7 @@ mod tests {
 
     use super::*;
 
-    /// What the folder `folder` with these files is.
+    /// Classifies the folder `folder` with these files.
     fn found(folder: &str, names: &[&str]) -> Option<FolderMatch> {
         let key = |name: &&str| Key::new(format!("{folder}/{name}")).unwrap();
         let listing = Listing::new(names.iter().map(|name| ObjectMeta::new(key(name), 1)));

@@ -136,7 +136,7 @@ impl StepDir {
                 && self.contains(COMMIT).await?)
     }
 
-    /// What the trainer notes about the checkpoint; `None` where it has noted nothing yet.
+    /// Reads the trainer's note about the checkpoint; `None` where there is none yet.
     ///
     /// # Errors
     ///

@@ -11,7 +11,7 @@ use dcp_formats::metadata::Profile;
 use crate::layout::OptimizerLayout;
 use crate::state::{flatten_optim, whole};
 
-/// How a checkpoint is saved.
+/// Options of a save.
 #[derive(Clone, Copy, Debug)]
 pub struct OlmoSaveOptions {
     /// Whether an existing checkpoint is replaced. It stays loadable until the new one is
@@ -39,28 +39,28 @@ impl Default for OlmoSaveOptions {
 }
 
 impl OlmoSaveOptions {
-    /// The same, replacing an existing checkpoint or not.
+    /// Sets whether an existing checkpoint is replaced.
     #[must_use]
     pub fn save_overwrite(mut self, overwrite: bool) -> Self {
         self.save_overwrite = overwrite;
         self
     }
 
-    /// The same, with the optimizer saved by parameter or as it is.
+    /// Sets whether a nested optimizer state is saved by parameter, or as it is.
     #[must_use]
     pub fn flatten_optimizer_state(mut self, flatten: bool) -> Self {
         self.flatten_optimizer_state = flatten;
         self
     }
 
-    /// The same, with this many files for each rank.
+    /// Sets the number of files of each rank.
     #[must_use]
     pub fn thread_count(mut self, files: NonZeroUsize) -> Self {
         self.thread_count = files;
         self
     }
 
-    /// The same, with a `.metadata` of this form.
+    /// Sets the form of `.metadata`.
     #[must_use]
     pub fn profile(mut self, profile: Profile) -> Self {
         self.profile = profile;
@@ -120,8 +120,8 @@ pub async fn save_model_and_optim_state(
     saver.save(&state, &options.writer(Arc::clone(storage))).await
 }
 
-/// The same in the background: the state is copied before this returns, so that training may go
-/// on. The saver needs a group of its own, and the call a tokio runtime.
+/// Saves in the background: the state is copied before this returns, so that training may go on.
+/// The saver needs a group of its own, and the call a tokio runtime.
 ///
 /// # Errors
 ///

@@ -95,7 +95,8 @@ impl Plain {
 }
 
 impl Mapping {
-    /// What a checkpoint's arguments do that a model of this family in transformers does not.
+    /// Lists the arguments of a checkpoint that a model of this family in transformers does not
+    /// support.
     pub(crate) fn beyond_hf(&self, facts: &Facts) -> Result<Vec<MappingError>, MappingError> {
         let mut found = Vec::new();
         for (arg, plain) in ARGUMENTS {
@@ -133,7 +134,7 @@ impl Mapping {
         Ok(found)
     }
 
-    /// What a `config.json` says that Megatron does not do.
+    /// Lists the fields of a `config.json` that Megatron does not support.
     pub(crate) fn beyond_megatron(&self, fields: &Map<String, Value>) -> Vec<MappingError> {
         let mut found = Vec::new();
         for (field, plain) in FIELDS {

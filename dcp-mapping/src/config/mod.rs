@@ -16,9 +16,9 @@ use crate::error::MappingError;
 use crate::facts::{Facts, bad};
 use crate::mapping::{ConfigRules, Mapping};
 
-/// How positions are scaled in a family.
+/// The kinds of position scaling that a family can have.
 const ROPES: &[&str] = &["plain", "llama3", "yarn", "unscaled"];
-/// How a family says which layers have experts, and how large shared experts are.
+/// The ways in which a family states the layers with experts, and the size of shared experts.
 const MOE_LAYERS: &[&str] = &["deepseek", "qwen"];
 
 impl ConfigRules {
@@ -84,7 +84,8 @@ impl Mapping {
         Ok(self.read_config(config, false)?.0)
     }
 
-    /// The same, and notes on what Megatron does not do, where `ignore` has that pass.
+    /// Reads the facts as [`facts_of_config`](Self::facts_of_config) does, and with `ignore` turns
+    /// what Megatron does not do into notes instead of errors.
     ///
     /// # Errors
     ///

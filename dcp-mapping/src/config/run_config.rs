@@ -17,7 +17,7 @@ const RENAMED: &[(&str, &str)] = &[
     ("yarn_mscale_all_dim", "mscale_all_dim"),
 ];
 
-/// What only a Llama 3.1 has in NeMo, and what Megatron has for it.
+/// The rope settings that only a Llama 3.1 has in NeMo, with the arguments of Megatron.
 const NEMO_ROPE: &[(&str, &str)] = &[
     ("scale_factor", "rope_scaling_factor"),
     ("low_freq_factor", "rope_low_freq_factor"),

@@ -24,7 +24,7 @@ struct Anchored {
     extent: Extent,
 }
 
-/// What a copy of a value takes.
+/// The size of a copy of a value.
 #[derive(Clone, Copy, Default)]
 struct Extent {
     values: usize,
@@ -195,7 +195,7 @@ impl Extent {
     }
 }
 
-/// What a scalar without quotes is, by YAML 1.1 as PyYAML writes it.
+/// Parses a scalar without quotes, by YAML 1.1 as PyYAML writes it.
 fn scalar(text: &str) -> Value {
     match text {
         "" | "~" | "null" | "Null" | "NULL" => return Value::Null,

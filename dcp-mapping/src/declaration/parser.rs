@@ -24,7 +24,7 @@ const RULES_MAX: usize = 1 << 12;
 /// Bytes of all names that repetitions make.
 const REPEATED_TEXT_MAX: usize = 16 * LEN_MAX;
 
-/// What may stand in front of Megatron's names: NeMo's and `torch_dcp`'s wrappers.
+/// The default prefixes of Megatron's names: NeMo's and `torch_dcp`'s wrappers.
 const MEGATRON_PREFIXES: &[&str] = &["", "module.", "model.", "model.module.", "model0."];
 
 #[derive(Deserialize)]

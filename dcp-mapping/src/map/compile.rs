@@ -21,12 +21,12 @@ use crate::template::{Hole, Naming, Numbers, Template};
 pub(crate) struct Target {
     pub(crate) dtype: DType,
     pub(crate) shape: Dims,
-    /// How many of its axes count layers and experts.
+    /// The number of its axes that count layers and experts.
     pub(crate) lead: usize,
     pub(crate) pieces: Vec<Piece>,
     /// The source entry that it is, element for element.
     pub(crate) same_as: Option<usize>,
-    /// What it is to be cast to.
+    /// The dtype that it is cast to.
     pub(crate) cast: Option<DType>,
     /// Rows added, and rows left out.
     pub(crate) padded: u64,
@@ -214,7 +214,7 @@ impl Compiler<'_> {
         tensor.map(|t| t.dtype).ok_or_else(|| self.mapping.error(rule, "its tensor is none"))
     }
 
-    /// What one use of a rule adds to the other side.
+    /// Returns the tensors that one use of a rule adds to the other side.
     fn make<'m>(
         &'m self,
         rule: &Rule,
@@ -397,8 +397,8 @@ impl Compiler<'_> {
     }
 }
 
-/// The same pieces, each in two, behind `first` rows or in the middle: tensors of the same pieces
-/// are written once, but a copy that an option requests stays a copy.
+/// Divides each piece in two, behind `first` rows or in the middle: tensors of the same pieces are
+/// written once, but a copy that an option requests stays a copy.
 fn in_two(pieces: Vec<(Region, PieceFrom)>, first: Option<u64>) -> Vec<(Region, PieceFrom)> {
     let part = |region: &Region, axis: usize, from: u64, len: u64| {
         let (mut offsets, mut sizes) = (region.offsets().clone(), region.sizes().clone());

@@ -33,13 +33,13 @@ use crate::recognize::shapes::Shapes;
 pub struct Mapped {
     /// The checkpoint as any job reads it.
     pub source: Source,
-    /// What was done.
+    /// The report of the mapping.
     pub report: MappingReport,
     /// The facts, with those from shapes.
     pub facts: Facts,
 }
 
-/// What a mapping did.
+/// The report of a mapping: tensors used, made and left out.
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct MappingReport {
@@ -68,7 +68,7 @@ pub struct MappingReport {
     /// Nothing says that they hold the same values.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub untaken: Option<(Arc<str>, Arc<str>)>,
-    /// What else there is to know.
+    /// Other notes, such as arguments that differ from those of the family.
     pub notes: Vec<String>,
 }
 

@@ -15,15 +15,15 @@ pub enum Direction {
     ToMegatron,
 }
 
-/// How a mapping is applied.
+/// Options of a mapping.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct MapOptions {
-    /// How layers are written to Megatron.
+    /// The form of layers in a Megatron checkpoint.
     pub layers: LayerForm,
     /// Which of Megatron's names for layer norms are written.
     pub spec: LayerSpec,
-    /// What happens to an output embedding.
+    /// The treatment of an output embedding.
     pub tying: Tying,
     /// More source tensors to leave out, as globs.
     pub drop: Vec<String>,
@@ -32,15 +32,15 @@ pub struct MapOptions {
     /// Whether arguments that transformers cannot express are only noted: for a model that will be
     /// opened with a `config.json` of its own, or because the caller has it.
     pub ignore_arguments: bool,
-    /// What the weights will be cast to behind the mapping, for the arguments and `config.json`; by
-    /// default they say what the weights are.
+    /// The dtype to which a later cast brings the weights, for the arguments and `config.json`; by
+    /// default these have the dtype of the weights.
     pub params_dtype: Option<DType>,
     /// More for the common state of a Megatron checkpoint; entries here replace those made from
     /// the facts.
     pub common: Option<Dict>,
 }
 
-/// How layers are written to Megatron.
+/// The form of layers in a Megatron checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LayerForm {
@@ -58,14 +58,14 @@ pub enum LayerForm {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LayerSpec {
-    /// Those of models with Transformer Engine.
+    /// The names of models with Transformer Engine.
     #[default]
     TransformerEngine,
-    /// Those of the local layer specification.
+    /// The names of the local layer specification.
     Local,
 }
 
-/// What happens to an output embedding.
+/// The treatment of an output embedding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Tying {
@@ -75,6 +75,6 @@ pub enum Tying {
     AsItIs,
     /// It is left out.
     Tie,
-    /// Where it is missing, it is a copy of the input embedding.
+    /// A copy of the input embedding replaces a missing one.
     Untie,
 }

@@ -14,7 +14,7 @@ use crate::map::tensor_lookup::{Found, SourceRef, TensorLookup};
 use crate::mapping::{Layers, Mapping, Rule};
 use crate::template::{Hole, NUMBER_MAX, Naming, Numbers, Template, glob};
 
-/// What of every Megatron checkpoint belongs to no model.
+/// The entries of every Megatron checkpoint that belong to no model, as globs.
 const MEGATRON_DROPS: &[&str] = &[
     "optimizer.*",
     "chained_*optimizer.*",
@@ -44,7 +44,7 @@ pub(crate) struct Active<'a> {
     pub(crate) instances: Vec<Instance>,
 }
 
-/// What was found in a source.
+/// The uses of rules that were found in a source.
 #[derive(Debug)]
 pub(crate) struct Resolved<'a> {
     pub(crate) active: Vec<Active<'a>>,
@@ -439,7 +439,7 @@ impl<'a> Resolver<'a> {
     }
 }
 
-/// What there has to be.
+/// The layers and experts that the source must have.
 struct Needed<'a> {
     layers: u64,
     moe_layers: &'a BTreeSet<u64>,

@@ -35,7 +35,7 @@ pub(crate) struct TensorLookup<'a> {
     pub(crate) tensors: Vec<Candidate<'a>>,
     /// Of the source's names.
     pub(crate) naming: Naming,
-    /// How many uses of rules there are so far.
+    /// The number of uses of rules so far.
     pub(crate) instances: Cell<u64>,
 }
 

@@ -13,7 +13,7 @@ use crate::mapping::Mapping;
 use crate::recognize::shapes::Shapes;
 use crate::template::Template;
 
-/// What was made of a checkpoint.
+/// The result of the recognition of a checkpoint's family.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "recognized", rename_all = "snake_case")]
 #[non_exhaustive]
@@ -31,7 +31,7 @@ pub enum Recognition {
     Ambiguous {
         /// Their names.
         candidates: Vec<String>,
-        /// What is the same.
+        /// The features that the families share.
         why: String,
     },
     /// It is of no family that is known here.
@@ -123,7 +123,7 @@ fn bare(template: &Template) -> String {
     template.text().replace("{prefix}", "").replace("{layer}.", "").replace("{expert}.", "")
 }
 
-/// What of the tensors is not as it is in models of a family.
+/// Lists the names that are missing or in excess, compared with models of a family.
 pub(crate) fn contradictions(mapping: &Mapping, shapes: &Shapes) -> Vec<String> {
     let missing = mapping.recognize.has.iter().map(bare).filter(|name| !shapes.has(name));
     let excess = mapping.recognize.lacks.iter().map(bare).filter(|name| shapes.has(name));
@@ -131,7 +131,7 @@ pub(crate) fn contradictions(mapping: &Mapping, shapes: &Shapes) -> Vec<String> 
     missing.chain(excess.map(|name| format!("there is {name}"))).collect()
 }
 
-/// What speaks for a family, or the first thing that speaks against it.
+/// Returns the evidence for a family, or the first contradiction.
 fn judge(mapping: &Mapping, shapes: &Shapes, facts: &Facts) -> Result<Vec<String>, String> {
     let recognize = &mapping.recognize;
     let mut because = Vec::new();

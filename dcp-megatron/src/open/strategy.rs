@@ -42,7 +42,7 @@ pub struct WriterSettings {
     pub form: MegatronForm,
     /// The form of the `.metadata` pickle.
     pub profile: Option<Profile>,
-    /// The files that each rank writes.
+    /// The layout of the files that each rank writes.
     pub files: FileLayout,
     /// Whether `integrity.json` is written.
     pub integrity: bool,

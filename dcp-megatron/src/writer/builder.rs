@@ -76,7 +76,7 @@ impl MegatronWriterBuilder {
         self
     }
 
-    /// Sets the files of each rank; one by default, as Megatron-Core since 0.17.
+    /// Sets the number of files of each rank; one by default, as Megatron-Core since 0.17.
     /// [`FileLayout::MegatronCompatible`] divides as its `thread_count` does.
     pub fn files(mut self, layout: FileLayout) -> Self {
         self.dcp = self.dcp.files(layout);

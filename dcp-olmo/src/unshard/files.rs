@@ -36,7 +36,7 @@ pub(super) struct Files {
     pub(super) index: Option<Key>,
 }
 
-/// What is below `root` in the state, each under its name there.
+/// Returns the entries below `root` in the state, each under its name there.
 pub(super) fn below(metadata: &CheckpointMetadata, root: &str) -> Vec<Shown> {
     let entries = metadata.iter().enumerate();
     let below = entries.filter_map(|(at, (fqn, entry))| {

@@ -28,7 +28,7 @@ use self::writing::Writing;
 use crate::rekeyed::{Origin, Shown};
 use crate::roots::{MODEL, OPTIM};
 
-/// How a checkpoint is divided into files.
+/// The division of a checkpoint into files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum UnshardStrategy {
@@ -88,10 +88,10 @@ impl UnshardFormat {
     }
 }
 
-/// How a checkpoint is unsharded.
+/// Options of an unshard.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UnshardOptions {
-    /// How it is divided into files.
+    /// The division into files.
     pub(crate) strategy: UnshardStrategy,
     /// Their format.
     pub(crate) format: UnshardFormat,
@@ -103,28 +103,28 @@ pub struct UnshardOptions {
 }
 
 impl UnshardOptions {
-    /// The same, divided so.
+    /// Sets the division into files.
     #[must_use]
     pub fn strategy(mut self, strategy: UnshardStrategy) -> Self {
         self.strategy = strategy;
         self
     }
 
-    /// The same, in this format.
+    /// Sets the format of the files.
     #[must_use]
     pub fn format(mut self, format: UnshardFormat) -> Self {
         self.format = format;
         self
     }
 
-    /// The same, with the optimizer or without.
+    /// Sets whether the optimizer is written.
     #[must_use]
     pub fn optim(mut self, optim: bool) -> Self {
         self.optim = optim;
         self
     }
 
-    /// The same, replacing files or not.
+    /// Sets whether existing files are replaced.
     #[must_use]
     pub fn save_overwrite(mut self, overwrite: bool) -> Self {
         self.save_overwrite = overwrite;
@@ -132,7 +132,7 @@ impl UnshardOptions {
     }
 }
 
-/// What was written. Serialized, it is the output of `dcp unshard --json`.
+/// The report of the files written. Serialized, it is the output of `dcp unshard --json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct UnshardReport {
@@ -321,7 +321,7 @@ async fn make_room(
     Ok(())
 }
 
-/// What is below each part of the state that is exported.
+/// Returns the entries below each part of the state that is exported.
 fn exported(
     metadata: &CheckpointMetadata,
     options: &UnshardOptions,
@@ -342,7 +342,7 @@ fn exported(
     Ok(parts)
 }
 
-/// Where the optimizer's objects go that the format cannot hold.
+/// Returns the file for the optimizer's objects that the format cannot hold.
 fn objects_file(files: &Files) -> Result<Key, ConvertError> {
     let name = if files.index.is_some() { "optim/objects.json" } else { "optim.json" };
     Ok(Key::new(name).map_err(StorageError::from)?)
@@ -362,11 +362,11 @@ async fn refuse_existing(
     Ok(())
 }
 
-/// What is written of one part of the state.
+/// The files and objects of one part of the state.
 #[derive(Clone, Debug)]
 struct Part {
     files: Files,
-    /// What the format cannot hold, and the file that it goes into.
+    /// The objects that the format cannot hold; `json` is the file for them.
     objects: Vec<Shown>,
     json: Option<Key>,
 }

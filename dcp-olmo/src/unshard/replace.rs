@@ -19,19 +19,20 @@ use super::files::Files;
 /// The largest index that is read for the names in it, in bytes.
 const INDEX_MAX: u64 = 256 << 20;
 
-/// What of an earlier export has to go before and after files of the same names are written.
+/// The files of an earlier export that are removed before and after files of the same names are
+/// written.
 #[derive(Debug, Default)]
 pub(super) struct Old {
-    /// What makes files a whole: indexes; where there are none, all files but the one that is
-    /// replaced first.
+    /// The files that make others a whole: indexes; where there are none, all files but the one
+    /// that is replaced first.
     first: Vec<Key>,
     /// The files that the indexes name.
     named: BTreeSet<Key>,
 }
 
 impl Old {
-    /// What there is that `parts` would replace; `None` where nothing of it is there, and where
-    /// it is one file, which is replaced at once.
+    /// Finds the files that `parts` would replace; `None` where none of them is there, and where it
+    /// is one file, which is replaced at once.
     pub(super) async fn look(
         storage: &dyn Storage,
         parts: &[(&Files, Option<Key>)],

@@ -22,7 +22,7 @@ pub(super) struct Writing<'a> {
     pub(super) metadata: Arc<CheckpointMetadata>,
     pub(super) target: &'a Arc<dyn Storage>,
     pub(super) options: &'a UnshardOptions,
-    /// What this process does by itself.
+    /// The options of this process's own reads and writes.
     pub(super) job: &'a JobOptions,
     /// The ranks that write files together, if there are several.
     pub(super) group: Option<&'a JobGroup>,
@@ -133,7 +133,7 @@ impl Writing<'_> {
         Ok(WrittenFile::new(name, written))
     }
 
-    /// What safetensors cannot hold, as JSON by name.
+    /// Encodes the objects that safetensors cannot hold as JSON, by name.
     async fn objects(&self, objects: &[Shown]) -> Result<Vec<u8>, ConvertError> {
         let entries: Vec<usize> = objects.iter().map(position).collect();
         let values = read_values(&self.source.reader, &self.metadata, &entries).await?;

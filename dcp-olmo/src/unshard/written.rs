@@ -1,4 +1,4 @@
-//! What was written of a file, and what the ranks of a group report to rank 0 about theirs.
+//! Reports of written files, which the ranks of a group send to rank 0.
 
 use std::sync::Arc;
 

@@ -25,7 +25,7 @@ pub(crate) enum Op {
     Rotary(Heads),
 }
 
-/// Whose heads rows are.
+/// The projection whose heads the rows are of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Heads {
     Query,

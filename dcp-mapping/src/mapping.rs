@@ -91,7 +91,7 @@ pub(crate) struct Rule {
     pub(crate) hf: Vec<Template>,
     /// The name that is written, and others that are read as well.
     pub(crate) megatron: Vec<Template>,
-    /// Which of them Megatron's local layer specification writes, where it is another.
+    /// The index of the name that Megatron's local layer specification writes, where it is another.
     pub(crate) local: Option<usize>,
     pub(crate) op: Op,
     pub(crate) transpose: bool,
@@ -105,7 +105,7 @@ pub(crate) struct Rule {
     pub(crate) megatron_dtype: Option<DType>,
 }
 
-/// Which layers a rule is about.
+/// The layers that a rule is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Layers {
     All,

@@ -21,7 +21,7 @@ pub struct OlmoSaveOptions {
     pub(crate) flatten_optimizer_state: bool,
     /// Files of each rank, with about the same number of bytes in each.
     pub(crate) thread_count: NonZeroUsize,
-    /// Whose `.metadata` is written. PyTorch's is the default, because OLMo-core reads it too.
+    /// The form of `.metadata`. PyTorch's is the default, because OLMo-core reads it too.
     pub(crate) profile: Profile,
 }
 

@@ -48,7 +48,7 @@ pub struct MappingReport {
     /// The program of the other side, where it is not Megatron-Core.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub program: Option<String>,
-    /// Which way.
+    /// The direction of the mapping.
     pub direction: Direction,
     /// Source tensors that were used.
     pub used: Vec<Arc<str>>,

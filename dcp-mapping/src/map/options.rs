@@ -4,7 +4,7 @@ use dcp_core::DType;
 use dcp_core::value::Dict;
 use serde::Serialize;
 
-/// Which way a checkpoint goes.
+/// The direction of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -21,7 +21,7 @@ pub enum Direction {
 pub struct MapOptions {
     /// The form of layers in a Megatron checkpoint.
     pub layers: LayerForm,
-    /// Which of Megatron's names for layer norms are written.
+    /// The layer specification whose names for layer norms are written to Megatron.
     pub spec: LayerSpec,
     /// The treatment of an output embedding.
     pub tying: Tying,
@@ -54,7 +54,7 @@ pub enum LayerForm {
     PerLayer,
 }
 
-/// Which of Megatron's names for layer norms are written.
+/// The layer specification whose names for layer norms are written to Megatron.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LayerSpec {

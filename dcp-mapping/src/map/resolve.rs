@@ -63,7 +63,8 @@ pub(crate) struct Resolved<'a> {
 }
 
 impl Resolved<'_> {
-    /// Which layers have experts, as Megatron's `--moe-layer-freq` says it: 1 for all, or a list.
+    /// Returns the layers with experts, in the form of Megatron's `--moe-layer-freq`: 1 for all, or
+    /// a list.
     pub(crate) fn moe_layer_freq(&self) -> Option<serde_json::Value> {
         match self.moe_layers.len() as u64 {
             0 => None,

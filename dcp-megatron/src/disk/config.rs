@@ -11,7 +11,7 @@ pub const METADATA_JSON: &str = "metadata.json";
 /// A longer one than any version writes, in bytes.
 const BYTES_MAX: u64 = 1 << 20;
 
-/// Which backends wrote a checkpoint (`CheckpointingConfig` of Megatron-Core, 0.4 and later).
+/// The backends that wrote a checkpoint (`CheckpointingConfig` of Megatron-Core, 0.4 and later).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CheckpointingConfig {

@@ -68,7 +68,7 @@ pub enum MegatronError {
          \"torch_dist\" or \"zarr\", the common backend \"torch\", all of version 1; if the file is \
          right, the checkpoint is of another Megatron-Core, which has to save it again", backend = Message(.backend))]
     UnknownBackend {
-        /// Which backend, its name and version.
+        /// The name and version of the backend.
         backend: String,
     },
     /// The common state is missing or no dict.
@@ -115,7 +115,7 @@ pub enum MegatronError {
     OtherCheckpoint {
         /// The first rank that does.
         rank: Rank,
-        /// In what they differ.
+        /// The differences.
         differs: String,
     },
     /// The background saver has other ranks than the save.
@@ -210,7 +210,7 @@ pub enum MegatronError {
         .failures.iter().map(|f| format!("rank {}: {}", f.rank, Message(&f.message))).collect::<Vec<_>>().join("; ")
     )]
     AsyncCall {
-        /// Which one, counted from 1 in the order in which they were scheduled.
+        /// The number of the call, counted from 1 in the order in which calls were scheduled.
         call: u64,
         /// Each failing rank and what it said.
         failures: Vec<RankFailure>,

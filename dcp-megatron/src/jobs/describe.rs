@@ -23,9 +23,9 @@ pub struct Description {
     pub format: &'static str,
     /// The place of the common state: a file, or the key of an object.
     pub common_place: &'static str,
-    /// Which versions of Megatron-Core may have written it.
+    /// The versions of Megatron-Core that may have written it.
     pub written_by: String,
-    /// Which versions of Megatron-Core read it.
+    /// The versions of Megatron-Core that read it.
     pub read_by: &'static str,
     /// The iteration that was saved.
     pub iteration: Option<u64>,
@@ -232,7 +232,7 @@ impl MegatronCheckpoint {
     }
 }
 
-/// Which versions may have written a checkpoint, and which read it.
+/// Returns the versions that may have written a checkpoint, and those that read it.
 fn ages(format: &StoredFormat, content: bool, flattened: bool) -> (String, &'static str) {
     match format {
         StoredFormat::TorchDist { common: CommonPlace::Inside } => {

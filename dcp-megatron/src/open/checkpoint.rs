@@ -45,7 +45,7 @@ pub struct MegatronCheckpoint {
     warnings: Vec<String>,
 }
 
-/// In which format a checkpoint of Megatron-Core was written.
+/// The format in which a checkpoint of Megatron-Core was written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StoredFormat {
@@ -294,13 +294,14 @@ impl MegatronCheckpoint {
         &self.storage
     }
 
-    /// Which one it is of the run whose folder was opened; `None` when a checkpoint's own was.
+    /// Returns the iteration or release of the run whose folder was opened; `None` when the
+    /// checkpoint's own folder was opened.
     #[must_use]
     pub fn which(&self) -> Option<Tracked> {
         self.which
     }
 
-    /// In which format it was written.
+    /// Returns the format in which it was written.
     #[must_use]
     pub fn format(&self) -> &StoredFormat {
         &self.format

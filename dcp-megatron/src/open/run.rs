@@ -26,7 +26,7 @@ pub struct MegatronRun {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RunCheckpoint {
-    /// Which one it is.
+    /// The iteration, or the release.
     pub which: Tracked,
     /// The state of its folder: whether it is complete and why not, its size and age.
     pub entry: RunEntry,

@@ -1,4 +1,4 @@
-//! Which checkpoint of a run is opened.
+//! The choice of the checkpoint of a run that is opened.
 
 use std::sync::Arc;
 

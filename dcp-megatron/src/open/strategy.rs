@@ -77,7 +77,7 @@ pub struct Opened {
     pub reader: Arc<dyn StorageReader>,
     /// All that is not sharded.
     pub common: Dict,
-    /// Which one it is of the run whose folder was opened.
+    /// The iteration or release of the run whose folder was opened.
     pub which: Option<Tracked>,
     /// The warnings about oddities that did not keep it from being opened.
     pub warnings: Vec<String>,

@@ -80,7 +80,7 @@ pub(crate) fn param_state_fqn(state: &str, param: &str) -> String {
 /// The part of an optimizer that belongs to one group of data-parallel ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct GroupKey {
-    /// Which of several chained optimizers it is of; `None` when there is one.
+    /// The number of the chained optimizer, of several; `None` when there is one.
     pub(crate) chained: Option<u64>,
     /// The number of the group: a rank among the model-parallel ones.
     pub(crate) group: u64,

@@ -41,7 +41,7 @@ pub(super) struct LocalParam {
     pub(super) elements: u64,
     pub(super) layer: Option<u64>,
     pub(super) expert: Option<u64>,
-    /// Which of how many tensor-parallel parts it is.
+    /// The number of the tensor-parallel part, and the number of parts.
     pub(super) part: (u64, u64),
 }
 

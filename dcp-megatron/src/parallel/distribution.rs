@@ -85,7 +85,7 @@ struct Shard {
     key: Arc<str>,
     offset: Dims,
     byte_len: u64,
-    /// Which of the different lists have it, ascending.
+    /// The indices of the different lists that have it, ascending.
     lists: Vec<u32>,
     /// A rank with the main replica.
     main: Option<Rank>,

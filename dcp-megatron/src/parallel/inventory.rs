@@ -16,7 +16,7 @@ use crate::sharded::ShardedTensor;
 pub struct Inventory {
     /// The names and boxes of all shards: what all replicas have alike.
     pub(super) shards: SavePlan,
-    /// Which of them are main replicas: what they do not have alike.
+    /// By shard, whether this rank has the main replica: what replicas do not have alike.
     pub(super) main: Vec<bool>,
 }
 

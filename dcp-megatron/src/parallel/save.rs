@@ -175,7 +175,7 @@ impl ParallelSave {
         Ok(done)
     }
 
-    /// Which of a rank's shards it writes.
+    /// Decides which of its shards this rank writes, by their positions in the inventory.
     async fn distribute(
         &self,
         inventory: Result<Inventory, MegatronError>,

@@ -428,8 +428,8 @@ impl Survey {
     }
 }
 
-/// Which of `parts` equal shares of `all` things has number `n`; `None` when there are no equal
-/// shares.
+/// Returns the one of `parts` equal shares of `all` things that has number `n`; `None` when there
+/// are no equal shares.
 fn share(n: u64, all: u64, parts: u64) -> Option<u32> {
     if !all.is_multiple_of(parts) || n >= all {
         return None;

@@ -12,7 +12,7 @@ pub(super) struct ModelKey<'a> {
     pub(super) param: &'a str,
     /// The stack of layers that it is in, such as `decoder.layers`, and which one.
     pub(super) layers: Option<(&'a str, Counted)>,
-    /// Which of the experts it belongs to.
+    /// The expert that it belongs to, or the axis of all experts.
     pub(super) experts: Option<Counted>,
 }
 
@@ -68,8 +68,8 @@ impl<'a> ModelKey<'a> {
     }
 }
 
-/// Which of a list of modules a name is of: the end of the list's name in it, and the number, if
-/// there is one.
+/// Finds the module of a list that a name is of: the end of the list's name in it, and the number,
+/// if there is one.
 fn counted(param: &str, list: &str) -> Option<(usize, Counted)> {
     let mut from = 0;
     loop {

@@ -108,7 +108,7 @@ impl<'m> Parameter<'m> {
         }
     }
 
-    /// Which of `parts` ranks next to each other has a chunk of it.
+    /// Returns the position, among `parts` adjacent ranks, of the rank that has a chunk of it.
     fn part(&self, chunk: &ChunkRef<'_>, parts: u64) -> Option<u32> {
         let Some(axis) = self.axis() else { return Some(0) };
         let (start, len) = (*chunk.offsets.get(axis)?, *chunk.sizes.get(axis)?);

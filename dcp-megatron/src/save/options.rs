@@ -131,7 +131,7 @@ impl MegatronSaveOptions {
         self
     }
 
-    /// Which backend writes it, of those in `strategies`.
+    /// Sets the backend that the checkpoint is written to, and the strategies that have it.
     #[must_use]
     #[doc(alias = "sharded_strategy")]
     pub fn strategy(mut self, strategies: Strategies, backend: Backend) -> Self {

@@ -82,7 +82,7 @@ impl ShardedTensorBuilder {
         self
     }
 
-    /// Which copy this is; the main one by default.
+    /// Sets the identifier of the shard's replica; the main one by default.
     pub fn replica_id(mut self, id: impl Into<ReplicaId>) -> Self {
         self.replica_id = id.into();
         self

@@ -59,7 +59,7 @@ pub enum ShardError {
         key: String,
         /// The global axis.
         axis: usize,
-        /// Which fragment this is.
+        /// The position of the shard among the fragments.
         position: u64,
         /// The number of fragments.
         fragments: u64,

@@ -41,7 +41,7 @@ pub struct FactoryParts {
     /// The tensor that is cut. When there is memory, shards are made of parts of it, and a load
     /// fills it in place.
     pub local: LocalTensor,
-    /// Which copy it is.
+    /// The identifier of the shards' replica.
     pub replica_id: ReplicaId,
 }
 
@@ -62,7 +62,7 @@ impl ShardedTensorFactory {
         Self { parts, build: Arc::new(build), merge: Arc::new(merge) }
     }
 
-    /// Sets the replica that the shards are.
+    /// Sets the identifier of the shards' replica.
     #[must_use]
     pub fn with_replica_id(mut self, replica_id: impl Into<ReplicaId>) -> Self {
         self.parts.replica_id = replica_id.into();

@@ -89,7 +89,7 @@ impl ObjectKey {
         &self.key
     }
 
-    /// Which of the objects it is.
+    /// Returns the object's position in the grid.
     #[must_use]
     pub fn offset(&self) -> &Dims {
         &self.offset
@@ -154,7 +154,7 @@ impl ShardedObject {
         Self { at, replica_id: ReplicaId::MAIN, data: None }
     }
 
-    /// Sets the replica that the object is; the main one by default.
+    /// Sets the identifier of the object's replica; the main one by default.
     #[must_use]
     pub fn with_replica_id(mut self, replica_id: impl Into<ReplicaId>) -> Self {
         self.replica_id = replica_id.into();
@@ -196,7 +196,7 @@ impl ShardedObject {
         self.at.to_string()
     }
 
-    /// Which copy it is.
+    /// Returns the identifier of the object's replica.
     #[must_use]
     pub fn replica_id(&self) -> &ReplicaId {
         &self.replica_id

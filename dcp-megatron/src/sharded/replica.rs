@@ -4,9 +4,9 @@ use std::fmt;
 
 use dcp_core::Dims;
 
-/// Which of the copies of a shard this one is. By convention of Megatron-Core it has three parts:
-/// the copy within the pipeline, the tensor-parallel rank, the data-parallel rank. Only whether
-/// all of them are zero means anything.
+/// The identifier of a shard's replica. By convention of Megatron-Core it has three parts: the copy
+/// within the pipeline, the tensor-parallel rank, the data-parallel rank. Only whether all of them
+/// are zero means anything.
 ///
 /// ```
 /// use dcp_megatron::sharded::ReplicaId;

@@ -124,7 +124,7 @@ impl ShardedTensor {
         self.axis_fragmentations.as_ref()
     }
 
-    /// Which copy this is.
+    /// Returns the identifier of the shard's replica.
     #[must_use]
     pub fn replica_id(&self) -> &ReplicaId {
         &self.replica_id
@@ -174,7 +174,7 @@ impl ShardedTensor {
         }
     }
 
-    /// Sets the replica that the shard is.
+    /// Sets the identifier of the shard's replica.
     #[must_use]
     pub fn with_replica_id(mut self, replica_id: impl Into<ReplicaId>) -> Self {
         self.replica_id = replica_id.into();

@@ -1,4 +1,4 @@
-//! Which keys go into which file, and what the files are called.
+//! The keys of each file, and the names of files.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -22,7 +22,7 @@ pub(crate) struct LegacyFolders {
     all: BTreeMap<Vec<u32>, (String, bool)>,
 }
 
-/// Which folder is of which rank.
+/// The folders by rank.
 #[derive(Debug)]
 pub(super) struct Grid {
     pub(super) tp: u32,
@@ -39,7 +39,7 @@ pub(super) struct Place {
     pub(super) tp: u32,
     pub(super) pp: u32,
     pub(super) ep: u32,
-    /// Which part of its experts it has.
+    /// The part of its experts that the rank has.
     pub(super) etp: u32,
     pub(super) folder: String,
     pub(super) has_optimizer: bool,
@@ -80,7 +80,7 @@ impl LegacyFolders {
         first.ok_or_else(|| missing("mp_rank_00"))
     }
 
-    /// Which rank each of them is of. Where a name has two numbers, `args` show whether the second
+    /// Assigns the folders to ranks. Where a name has two numbers, `args` show whether the second
     /// one is that of a pipeline stage, as it is where there is more than one, or of a group of
     /// experts.
     pub(super) fn grid(&self, args: Option<&MegatronArgs>) -> Result<Grid, MegatronError> {
@@ -138,7 +138,7 @@ impl LegacyFolders {
     }
 }
 
-/// Returns the number of ranks that share each expert, if there are experts and the arguments have it.
+/// Returns the number of ranks that share each expert; `None` without experts or the argument.
 fn parts_of_experts(args: Option<&MegatronArgs>) -> Option<u32> {
     let args = args?;
     args.num_experts()?;
@@ -163,9 +163,9 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// Which part of its experts each folder has, after checking that all parts are there.
-    /// Ranks are numbered as Megatron-Core numbers them. Those save that are the first of replicas
-    /// of layers (since 0.18) or of experts.
+    /// Returns the part of its experts that each folder has, after checking that all parts are
+    /// there. Ranks are numbered as Megatron-Core numbers them. Those save that are the first of
+    /// replicas of layers (since 0.18) or of experts.
     fn places(
         &self,
         found: &Found<'_>,

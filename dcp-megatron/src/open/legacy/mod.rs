@@ -150,7 +150,7 @@ fn is_model(key: &str) -> bool {
     model_chunk(key).is_some()
 }
 
-/// Which chunk of a virtual pipeline a key of a file is.
+/// Returns the chunk of a virtual pipeline that a key of a file names.
 fn model_chunk(key: &str) -> Option<u64> {
     match key.strip_prefix("model")? {
         "" => Some(0),

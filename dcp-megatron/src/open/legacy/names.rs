@@ -64,8 +64,8 @@ fn in_layers(key: &str) -> Option<(&str, u64, &str)> {
     }
 }
 
-/// Which expert a name is of, and the name that all of them share: of one module for each, or of
-/// one for all with a weight for each.
+/// Returns the expert that a name is of, and the name that all experts share: of one module for
+/// each, or of one for all with a weight for each.
 fn of_expert(name: &str) -> (Option<u64>, String) {
     let whole = || (None, name.to_owned());
     let shared = |before: &str, rest: &str| format!("{before}experts.experts.{rest}");

@@ -1,4 +1,9 @@
 //! Threads that wait for copies, so that no task of a runtime does.
+//!
+//! A copy goes to the thread of its direction after its start. The thread waits for copies in the order in
+//! which they come, and sends each result to its caller. The copy, with its host memory and its permit, is
+//! the thread's and not the caller's: a caller that is dropped frees neither while the device still uses
+//! them. A thread that has panicked is replaced at the next copy.
 
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, PoisonError};

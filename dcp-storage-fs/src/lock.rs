@@ -3,6 +3,10 @@
 //! A claim of `folder/name` is a lock (`flock`) on `folder/.dcp-lock.name`, which the kernel
 //! releases with the last descriptor, so at the latest with the process. The file is deleted with the
 //! claim. The file of a killed process is not locked, and the next claim takes it over.
+//!
+//! Invariant: a lock counts only while the name leads to the locked file. Between the opening of a file and
+//! its lock, the holder may remove it; then a lock of the removed file excludes no claim of the next
+//! one. So the name is compared after the lock, and the file is opened again if it has changed.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};

@@ -1,5 +1,11 @@
 //! The rendezvous of the processes: rank 0 listens, the others connect, and all get the addresses of
 //! all.
+//!
+//! Each rank connects to rank 0, sends the port at which it listens, and waits on that connection. When rank 0
+//! has a connection of every rank, it probes all of them, and sends the table of addresses only if all
+//! answer. It drops the ranks that do not, and waits for their successors. An open connection alone is no
+//! sign of life: the end of a process may arrive after the connection of its successor. For the same reason,
+//! a second connection of a rank is refused only if the first one answers a probe.
 
 use std::collections::HashMap;
 use std::io;

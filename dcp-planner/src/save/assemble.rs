@@ -84,6 +84,11 @@ fn entry(key: &MergedKey<'_>, writers: &[Writer]) -> Result<Option<Entry>, PlanE
 }
 
 /// Goes through the items of all offers once more, with a finger in the rows of every name.
+///
+/// Row n of a name is its n-th item in the order of the offers, so a finger that counts the items of
+/// its name finds their rows without a search. `next` is the row of the next chunk to write. Writers are in
+/// the order of the chunks, by rank and row; where ranks share an offer, that is not the order of the
+/// rows, which [`by_row`] provides.
 fn select(merged: &Merged<'_>, writers: &[Vec<Writer>], entries: &[u32]) -> Vec<Vec<SelectedItem>> {
     struct Finger {
         row: u32,

@@ -16,13 +16,13 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    /// By what the chunks of a tensor are sorted: the rank, then the item.
+    /// The key by which the chunks of a tensor are sorted: the rank, then the item.
     pub(super) fn position(&self) -> u64 {
         u64::from(self.rank) << 32 | u64::from(self.row)
     }
 }
 
-/// For every name, who writes it: one writer for each chunk, in the order of the chunks.
+/// Chooses the writers of every name: one for each chunk, in the order of the chunks.
 pub(super) fn choose(policy: DedupPolicy, merged: &Merged<'_>) -> Vec<Vec<Writer>> {
     let lowest = |key: &MergedKey<'_>, owners: &[u32]| {
         let row = owners[0];

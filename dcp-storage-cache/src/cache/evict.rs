@@ -1,4 +1,9 @@
 //! Keeping the folder below its limit.
+//!
+//! A scan reads the metadata of every block, so each process counts the bytes of the blocks that it adds, and
+//! scans after a 32nd of the limit. A scan that finds the folder above its limit removes the blocks
+//! that were not used for longest, until an eighth of the limit is free. One process scans at a time, under
+//! the lock `locks/evict`; another one skips its scan and begins to count again.
 
 use std::fs::{self, DirEntry, OpenOptions};
 use std::io;

@@ -19,7 +19,7 @@ pub trait Network: fmt::Debug + Send + Sync + 'static {
     /// The name in messages, such as `NCCL on cuda:0`.
     fn name(&self) -> String;
 
-    /// Whether this rank has what is needed: libraries and a device. Does not communicate.
+    /// Checks that this rank has the libraries and a device. Does not communicate.
     ///
     /// # Errors
     ///

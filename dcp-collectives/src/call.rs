@@ -54,7 +54,7 @@ impl Call {
         Self { op, root }
     }
 
-    /// Checks what `rank` of `world_size` passes, before anybody else is involved.
+    /// Checks the root, and the messages of `rank` of `world_size`, before another rank is involved.
     ///
     /// # Errors
     ///

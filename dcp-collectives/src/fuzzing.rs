@@ -1,4 +1,4 @@
-//! The parsers of what a stranger may send, for the fuzz target `handshake`.
+//! The parsers of bytes that a stranger may send, for the fuzz target `handshake`.
 
 use crate::mesh::frame;
 use crate::tcp::fuzzing::{greeting, hello, record};

@@ -35,7 +35,7 @@ pub(crate) enum Poison {
         one: (Rank, Call),
         other: (Rank, Call),
     },
-    /// A rank did what no rank may do.
+    /// A rank broke a rule of all ranks.
     Wrong {
         rank: Rank,
         op: Op,
@@ -44,7 +44,7 @@ pub(crate) enum Poison {
 }
 
 impl Poison {
-    /// Checks what `rank` of `world_size` passes to a call, before the other ranks are involved.
+    /// Checks the root of a call, and the messages of `rank`, before the other ranks are involved.
     ///
     /// # Errors
     ///

@@ -119,7 +119,7 @@ pub trait DataSource: fmt::Debug + Send + Sync {
     fn own_threads(&self) -> Option<Arc<dyn OwnThreads>>;
 }
 
-/// Receives what a load reads.
+/// Receives the elements and objects that a load reads.
 pub trait DataSink: fmt::Debug + Send + Sync {
     /// The memory for a tensor item: a view with the shape of the item's region. The reader fills
     /// it and then calls [`commit`](Self::commit).

@@ -117,7 +117,7 @@ impl<'a> RankWrite<'a> {
         self.writer.write(local, &self.plan, data).await
     }
 
-    /// Removes what was written, when nothing of the save can be committed any more.
+    /// Removes the files that were written, when nothing of the save can be committed any more.
     pub async fn abandon(self) {
         self.writer.abandon(&self.plan).await;
     }

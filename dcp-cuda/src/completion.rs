@@ -23,7 +23,7 @@ pub(crate) struct Completion<D: Device> {
     jobs: Mutex<Option<Sender<Job<D>>>>,
 }
 
-/// A copy, and who waits for it.
+/// A copy, and the channel to its caller.
 struct Job<D: Device> {
     copy: D::Copy,
     byte_len: usize,

@@ -117,7 +117,7 @@ impl BroadcastReader {
         Ok(report)
     }
 
-    /// On the reading rank: reads what the plans of all ranks need, and sends it.
+    /// Reads, on the reading rank, the parts that the plans of all ranks need, and sends them.
     async fn send_all(
         &self,
         group: &Group,

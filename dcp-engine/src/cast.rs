@@ -39,14 +39,14 @@ impl Casts {
         Self { to: dtype, only: KeyFilter::all(), keep: KeyFilter::any_of::<String>([]) }
     }
 
-    /// Casts only what `keys` selects.
+    /// Casts only the tensors that `keys` selects.
     #[must_use]
     pub fn only(mut self, keys: KeyFilter) -> Self {
         self.only = keys;
         self
     }
 
-    /// Leaves what `keys` selects as it is.
+    /// Leaves the tensors that `keys` selects as they are.
     #[must_use]
     pub fn keep(mut self, keys: KeyFilter) -> Self {
         self.keep = keys;
@@ -88,7 +88,7 @@ impl From<DType> for Casts {
     }
 }
 
-/// The cast of one tensor, and what it has lost so far.
+/// The cast of one tensor, and its losses so far.
 #[derive(Clone, Debug)]
 pub(crate) struct Cast {
     fqn: Arc<str>,

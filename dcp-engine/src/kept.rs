@@ -11,7 +11,7 @@ use crate::exchange_message::{Collector, Piece, Wanted};
 use crate::planned::tensor_dtype;
 use crate::receiver::Receiver;
 
-/// Reads what only this rank needs.
+/// Reads the items that only this rank needs.
 pub(crate) async fn read_kept(
     (reader, metadata): (&Arc<dyn StorageReader>, &Arc<CheckpointMetadata>),
     keep: &LoadPlan,

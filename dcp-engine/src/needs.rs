@@ -107,7 +107,7 @@ pub(crate) fn speed(bytes: u64, time: Duration) -> u64 {
     u64::try_from(per_second).unwrap_or(u64::MAX)
 }
 
-/// Adds up what each rank needs.
+/// Adds up the bytes that each rank needs.
 #[derive(Debug)]
 pub(crate) struct Needed<'a> {
     /// The machine of each rank.

@@ -11,7 +11,7 @@ use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Region, TensorVie
 use crate::exchange_message::Parcel;
 use crate::planned::{bad_message, object_bytes, tensor_dtype};
 
-/// Takes what this rank's plan requests out of what is sent to all.
+/// Copies the parts that this rank's plan requests out of the messages to all.
 #[derive(Debug)]
 pub(crate) struct Receiver<'a> {
     metadata: &'a CheckpointMetadata,
@@ -63,7 +63,7 @@ impl<'a> Receiver<'a> {
         taker
     }
 
-    /// Takes from a message; what goes wrong is kept for the end.
+    /// Takes from a message; an error is kept for the end.
     pub(crate) fn take(&mut self, bytes: &Bytes) {
         if self.problem.is_none() {
             self.problem = self.try_take(bytes).err();

@@ -180,7 +180,7 @@ impl Saver {
         self
     }
 
-    /// Forgets what was remembered under other settings, which a clone may still have.
+    /// Drops the plans and the count of saves of other settings, which a clone may still have.
     fn afresh(mut self) -> Self {
         self.memory = self.memory.map(|_| Arc::default());
         self.begun = Arc::default();

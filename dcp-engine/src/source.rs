@@ -44,7 +44,7 @@ enum Elements {
 /// One leaf's data.
 #[derive(Clone, Debug)]
 pub(crate) enum Leaf {
-    /// A tensor, and what it is saved as where that is another dtype.
+    /// A tensor, and its cast where it is saved in another dtype.
     Tensor(Tensor, Option<Cast>),
     Object(Bytes),
 }

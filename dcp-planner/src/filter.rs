@@ -22,7 +22,7 @@ impl KeyFilter {
         Self { patterns: None }
     }
 
-    /// Selects what any of the patterns selects; nothing when there are none.
+    /// Selects the entries that any of the patterns selects; nothing when there are none.
     pub fn any_of<S: Into<String>>(patterns: impl IntoIterator<Item = S>) -> Self {
         Self { patterns: Some(patterns.into_iter().map(Into::into).collect()) }
     }

@@ -6,7 +6,7 @@ use dcp_core::{Dims, PlanError, Rank, Region};
 
 pub use self::layout::MeshLayout;
 
-/// Pieces into which a `_StridedShard` may cut what one rank holds.
+/// The most pieces into which a `_StridedShard` may cut the part of one rank.
 const MAX_PIECES: u64 = 1 << 20;
 
 /// The division of a tensor along one axis of a mesh: a `Placement` of PyTorch's DTensor.

@@ -49,7 +49,7 @@ pub enum ShardAxis {
 }
 
 impl Template {
-    /// Whole tensors of what `filter` selects.
+    /// Whole tensors, of those that `filter` selects.
     ///
     /// # Errors
     ///

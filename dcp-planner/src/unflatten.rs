@@ -37,7 +37,7 @@ pub fn unflatten<P: AsRef<[PathItem]>>(
     Ok(state)
 }
 
-/// Puts a value at its place in a nested state dict, replacing what is there.
+/// Puts a value at its place in a nested state dict, and replaces one that is there.
 ///
 /// An entry of a dict is found by the text of its key, so that a state dict with numbers as keys
 /// takes back what was flattened out of it; PyTorch 2.15 adds a second entry under the text.

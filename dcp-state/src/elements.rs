@@ -90,7 +90,7 @@ pub(crate) async fn write(
     }
 }
 
-/// Sets what the shards of `target` hold of `region`, whose elements are `bytes`.
+/// Sets the elements of `region`, which are `bytes`, in the shards of `target` that hold them.
 pub(crate) async fn spread(
     fqn: &str,
     target: &Tensor,

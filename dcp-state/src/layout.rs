@@ -358,7 +358,7 @@ impl<'a> Known<'a> {
         Ok(Self(known))
     }
 
-    /// The FQN that `rest` begins with and what follows; the longest of several.
+    /// Splits `rest` into the FQN that it begins with, the longest of several, and the remainder.
     fn split<'b>(&self, rest: &'b str) -> Option<(&'b str, &'b str, Option<&'a Dict>)> {
         rest.match_indices('.').rev().find_map(|(dot, _)| {
             let (fqn, name) = (rest.get(..dot)?, rest.get(dot + 1..)?);

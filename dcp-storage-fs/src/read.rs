@@ -220,7 +220,7 @@ fn fill(file: &File, key: &Key, mut reads: Vec<ReadInto>) -> Result<Vec<Buffer>,
     Ok(reads.into_iter().map(|read| read.buffer).collect())
 }
 
-/// Fills `vectors` with what begins at `byte_offset`; an error comes with its offset.
+/// Fills `vectors` with the bytes from `byte_offset` on; an error comes with its offset.
 fn read_vectors(
     file: &File,
     mut vectors: &mut [IoSliceMut<'_>],

@@ -1,4 +1,4 @@
-//! Bounds of what a server answers.
+//! Bounds of a server's answers.
 
 use std::time::Duration;
 

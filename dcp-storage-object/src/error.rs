@@ -11,7 +11,7 @@ use object_store::Error;
 /// The longest text of a cause, in bytes. A proxy may answer with a page.
 const CAUSE_MAX: usize = 1024;
 
-/// Codes of S3, Google Cloud Storage and Azure, and what they mean.
+/// Codes of S3, Google Cloud Storage and Azure, and their meanings.
 const CODES: &[(Kind, &[&str])] = &[
     (Kind::NoBucket, &["NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"]),
     (

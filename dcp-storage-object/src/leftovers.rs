@@ -1,4 +1,4 @@
-//! Finds and removes what uploads that never ended left behind.
+//! Finds and removes the remains of uploads that did not finish.
 
 use std::sync::Arc;
 use std::time::Duration;

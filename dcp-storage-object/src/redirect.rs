@@ -1,4 +1,4 @@
-//! Redirects: whether one is followed, and what the other server gets.
+//! Redirects: whether one is followed, and the headers that the other server gets.
 //!
 //! A redirect to another origin gets the headers that say which bytes are requested, and no other: no
 //! credential, signature, cookie or referrer. A request that is signed for its host is not

@@ -23,7 +23,7 @@ use crate::write::{Mark, missing_is_conflict};
 
 /// The step by which the object gets its key.
 enum Step {
-    /// The upload is to the key, and replaces what is there.
+    /// The upload is to the key, and replaces an object that is there.
     Replace,
     /// The upload is to the key, and is completed with the condition of the mode.
     Condition(Arc<dyn Completion>),

@@ -133,7 +133,7 @@ impl TraceRecorder {
         state.error.take().map_or(Ok(()), Err)
     }
 
-    /// Writes what is in memory, so that it survives the process.
+    /// Writes the events that are in memory, so that they survive the process.
     pub(crate) fn flush(&self) {
         let mut state = self.0.state();
         if let Some(out) = &mut state.out

@@ -39,7 +39,7 @@ impl LocalGroup {
         self.handles(&Shared::new(self.world_size, self.deadline, false))
     }
 
-    /// Runs `rank_main` on a thread for each rank and returns what each returned, in rank order.
+    /// Runs `rank_main` on a thread for each rank and returns their results, in rank order.
     ///
     /// A rank that panics aborts the group with the panic's message, which is also its own result.
     pub fn run<T, E, F>(self, rank_main: F) -> Vec<Result<T, E>>

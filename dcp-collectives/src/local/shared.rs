@@ -119,14 +119,14 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Poisons the group unless it is, and says what `rank` sees.
+    /// Poisons the group unless it is, and returns the error that `rank` gets.
     fn poison(&self, state: &mut State, rank: Rank, poison: Poison) -> CollectiveError {
         let poison = state.poison.get_or_insert(poison);
         self.changed.notify_all();
         poison.seen_by(rank)
     }
 
-    /// Checks what `rank` is about to call.
+    /// Checks the call that `rank` is about to make.
     pub(super) fn check(
         &self,
         rank: Rank,
@@ -272,7 +272,7 @@ impl State {
         self.outputs.get_mut(rank as usize)?.take()
     }
 
-    /// Turns what the ranks brought into what they get.
+    /// Turns the deposits of the ranks into their outputs.
     fn distribute(&mut self, call: Call) {
         self.call = None;
         self.entered = 0;

@@ -1,4 +1,4 @@
-//! The seam to what carries the bytes: channels between two processes, and how they are opened.
+//! The interface to the carrier of the bytes: channels between two processes, and their opening.
 
 use std::fmt;
 use std::io;
@@ -48,7 +48,7 @@ pub trait Channel: fmt::Debug + Send + Sync {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Kind {
-    /// News of a group: who called what, who failed.
+    /// News of a group: the calls and the failures of ranks.
     Control,
     /// The messages of a group.
     Data,

@@ -81,7 +81,7 @@ pub(super) fn dial(
     }
 }
 
-/// Sets what every connection needs: small messages go out at once, and a host that vanished
+/// Sets the options of every connection: small messages go out at once, and a host that vanished
 /// silently is noticed.
 pub(super) fn configure(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;

@@ -89,7 +89,7 @@ impl Secret {
         self.mac(side.proof(), nonces).is_some_and(|mac| mac.verify_slice(proof).is_ok())
     }
 
-    /// The key of what `side` sends on one connection.
+    /// The key for the records that `side` sends on one connection.
     pub(super) fn key(&self, side: Side, nonces: &Nonces) -> Option<[u8; KEY_LEN]> {
         Some(self.mac(side.key(), nonces)?.finalize().into_bytes().into())
     }

@@ -46,7 +46,7 @@ pub enum CheckpointError {
     /// The storage failed.
     #[error(transparent)]
     Storage(#[from] StorageError),
-    /// A file is not what it should be.
+    /// A file does not have the form of its format.
     #[error(transparent)]
     Format(#[from] FormatError),
     /// There is no sound plan.
@@ -145,7 +145,7 @@ pub enum CheckpointError {
     Ranks {
         /// The step.
         phase: Phase,
-        /// Each failing rank and what it said.
+        /// The failure of each rank that failed.
         failures: Vec<RankFailure>,
     },
     /// The error of a plug-in, such as a format; [`downcast_ref`](std::error::Error) has its type.

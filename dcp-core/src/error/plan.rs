@@ -50,7 +50,7 @@ pub enum PlanError {
         /// The description of the tensor or object as ranks hold it.
         held: String,
     },
-    /// A planner loses what ranks hold.
+    /// A planner does not store a part that ranks hold.
     #[error(
         "planner {planner} does not store {part} of {fqn}, which {holder} holds; names that a \
          planner leaves out on purpose are in `GlobalPlan::left_out`",
@@ -61,7 +61,7 @@ pub enum PlanError {
         planner: String,
         /// The tensor or object.
         fqn: String,
-        /// A part of the tensor, or all of what it is.
+        /// The part of the tensor, or all of it.
         part: String,
         /// The rank that holds it.
         holder: String,

@@ -114,7 +114,7 @@ impl StorageError {
         Self::new(kind, op, key).with_source(error)
     }
 
-    /// Adds what the kind alone does not say.
+    /// Adds a message with details that the kind does not have.
     #[must_use]
     pub fn with_message(mut self, message: impl Into<String>) -> Self {
         self.message = Some(message.into().into_boxed_str());

@@ -82,7 +82,7 @@ pub trait RecordAudit: Send + Sync {
         limits: RecordLimits<'_>,
     ) -> Result<(), CheckpointError>;
 
-    /// Compares what is between the records, such as the headers of an archive.
+    /// Compares the bytes between the records, such as the headers of an archive.
     ///
     /// # Errors
     ///

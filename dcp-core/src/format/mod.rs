@@ -1,4 +1,4 @@
-//! The contract of a checkpoint format: what it recognizes, and how it opens it.
+//! The contract of a checkpoint format: it recognizes folders and files, and opens them.
 //!
 //! A format author implements [`CheckpointFormat`] and registers it in a [`FormatRegistry`]; every
 //! job and every command then takes checkpoints of that format. A folder is listed once

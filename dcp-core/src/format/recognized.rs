@@ -210,7 +210,7 @@ pub struct RunTracker {
 }
 
 impl RunTracker {
-    /// A tracker that names `folder`, or says what is no name.
+    /// A tracker that names `folder`, or the reason why it names none.
     #[must_use]
     pub fn new(file: &'static str, folder: Result<String, String>) -> Self {
         Self { file, folder, unfinished: Vec::new() }

@@ -168,7 +168,7 @@ struct Names {
     all_known: bool,
 }
 
-/// Looks up what ranks hold in the index.
+/// Looks up in the index the parts that ranks hold.
 struct Lookup<'a> {
     plan: &'a GlobalPlan,
     stored: Vec<Stored<'a>>,

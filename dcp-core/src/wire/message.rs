@@ -104,7 +104,7 @@ impl MessageWriter {
 pub struct MessageReader<'a>(pub(super) &'a [u8]);
 
 impl<'a> MessageReader<'a> {
-    /// Reads what follows `magic`.
+    /// Reads the bytes after `magic`.
     ///
     /// # Errors
     ///

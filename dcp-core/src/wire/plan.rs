@@ -1,4 +1,4 @@
-//! Encodes save plans: what mostly is the same on many ranks, and what differs.
+//! Encodes save plans: an outline, which is mostly the same on many ranks, and the values that differ.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -17,7 +17,7 @@ const NEW: u64 = 0;
 pub(super) type KeyTables<'f, 'a> =
     dyn FnMut(&'a [u8]) -> Result<Arc<Vec<PlanKey>>, PlanError> + 'f;
 
-/// A decoded outline, and what the values of one rank must be.
+/// A decoded outline, and the form that the values of one rank must have.
 #[derive(Debug)]
 pub(super) struct Outline {
     pub(super) shared: Arc<PlanOutline>,

@@ -1,4 +1,4 @@
-//! Encodes what a rank wrote.
+//! Encodes the report of a rank's write.
 
 use super::{MessageReader, MessageWriter, bad};
 use crate::checkpoint::WriteReport;

@@ -298,7 +298,7 @@ fn in_read(error: StorageError) -> StorageError {
     }
 }
 
-/// Copies what a block has of a range.
+/// Copies the bytes of a range that a block has.
 fn copy_overlap(block: &Range<u64>, bytes: &[u8], read: &mut ReadInto) {
     let wanted = read.byte_offset..read.byte_offset.saturating_add(read.buffer.len() as u64);
     let (start, end) = (block.start.max(wanted.start), block.end.min(wanted.end));

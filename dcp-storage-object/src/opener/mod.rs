@@ -95,7 +95,7 @@ pub struct ObjectOpener {
 /// The key of a connection: a bucket of a provider, and the settings.
 type Connected = (Provider, String, Vec<(String, String)>);
 
-/// A store, and what it can do beyond `ObjectStore`.
+/// A store, and its abilities beyond `ObjectStore`.
 struct Opened {
     store: Arc<dyn ObjectStore>,
     completion: Option<Arc<dyn Completion>>,

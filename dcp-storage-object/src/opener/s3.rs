@@ -73,7 +73,7 @@ fn way(name: &str) -> Option<Way> {
     })
 }
 
-/// Checks what addresses of requests are made of.
+/// Checks the settings that addresses of requests are made of.
 fn check(builder: &AmazonS3Builder) -> Result<(), StorageError> {
     for key in [
         S3Key::Endpoint,

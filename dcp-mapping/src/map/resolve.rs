@@ -1,4 +1,9 @@
 //! Resolves the rules of a mapping against the tensors of a checkpoint.
+//!
+//! Rules of multi-token prediction are matched after all others: Hugging Face numbers their layers
+//! behind those of the decoder, whose number must be found first. A rule with `instead` is used only
+//! where the rule that it replaces matches nothing. Invariant: every source tensor is used by an
+//! instance, dropped or left over, and a tensor left over is an error unless the options allow it.
 
 use std::cell::Cell;
 use std::collections::{BTreeSet, HashSet};

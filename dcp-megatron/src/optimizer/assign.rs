@@ -1,4 +1,10 @@
 //! Assigns parameters with equal elements by the order in which modules register them.
+//!
+//! The places of a buffer hold parameters in the reverse of that order. For each way of registration
+//! a greedy pass from the front finds the latest parameter that each place can hold, and one from the
+//! back the earliest; where both are the same, it is the only one. Invariant: of several parameters,
+//! one is assigned only where some way fits and all that fit agree. Assignments are not enumerated,
+//! because their number grows exponentially with the layers that are equal.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 

@@ -1,4 +1,9 @@
 //! Distributes shards over the ranks of a group, for writing or reading.
+//!
+//! Most ranks of a group hold the same shards, so each different list is merged only once, and the
+//! holders of a shard are the ranks of the lists that have it. Shards are shared out in the order of
+//! key and offset: the result does not depend on the order in which a rank lists its shards.
+//! Invariant: a shard has at most one owner, and a rank that lists it twice owns the first of both.
 
 use std::collections::HashMap;
 use std::sync::Arc;

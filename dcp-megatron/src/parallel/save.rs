@@ -1,4 +1,11 @@
 //! Distributes the shards of a replica group for a save.
+//!
+//! Each rank sends an offer of fingerprints to the coordinator, which broadcasts a decision. With
+//! `Repeat`, every rank uses the distribution that it remembers. Otherwise the coordinator takes the
+//! distribution from its file or has ranks send their inventories, of equal lists of shards only the
+//! first, and scatters to each rank the bits of its shards. Invariant: a distribution is used again
+//! only when its fingerprint, of the rule, the world ranks and all that each rank holds, is the same.
+//! No rank can decide that alone: a change on another rank may change its own share.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -23,7 +30,7 @@ use crate::sharded::ShardedTensor;
 ///
 /// Every rank of the group makes one, keeps it for all its saves, and gives it to
 /// [`MegatronSaveOptions::distribution`](crate::MegatronSaveOptions::distribution): one rank's copy of every shard
-/// becomes the main replica. Objects stay with whom they are. For saves of another kind there is
+/// becomes the main replica. Objects keep their replica ids. For saves of another kind there is
 /// [`redistribute`](Self::redistribute).
 ///
 /// What ranks exchanged once is remembered and holds while nothing changes: before every save they
@@ -32,11 +39,9 @@ use crate::sharded::ShardedTensor;
 /// the state: a shard that is new then has no writer.) With [`cache_in`](Self::cache_in) it outlives
 /// the process, under the same condition.
 ///
-/// A shard that is there twice as the main replica is refused. What else there may be wrong with
-/// replica ids of all ranks describe the sharding, so validate it before this;
-/// [`save`](crate::save) does, and once more by the ids that this leaves, from which it follows
-/// what
-/// is written.
+/// A shard with several main replicas in the group is refused. Other errors of the sharding are
+/// not found here, and the original replica ids are needed to find them, so validate before this.
+/// [`save`](crate::save) does, and validates again with the new ids, which decide what is written.
 #[doc(alias = "FullyParallelSaveStrategyWrapper")]
 #[derive(Debug)]
 pub struct ParallelSave {

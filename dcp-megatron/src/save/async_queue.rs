@@ -1,4 +1,9 @@
 //! A queue of asynchronous saves, with finalizers for those that are complete.
+//!
+//! At every step each rank sends the step and its own result to the first rank, which compares them
+//! and broadcasts one answer. So all ranks finalize a call, or drop a failed one, by the same answer;
+//! ranks at different steps all get an error. A rank cannot finalize by its own state: a save that
+//! is complete on this rank may be under way, or have failed, on another.
 
 use std::collections::VecDeque;
 use std::fmt;

@@ -1,4 +1,10 @@
 //! Replacing files that are there, so that old and new ones never look like one model.
+//!
+//! No storage replaces several files at once. So an earlier export is first broken up: its indexes
+//! and JSON of objects are removed, or without an index all files but the one that is replaced first.
+//! Then the new files are written, and files that only the old indexes named are removed last. Before
+//! all that, the export is written to [`Nowhere`]: a checkpoint that cannot be read leaves the old
+//! export whole.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

@@ -27,24 +27,34 @@ fn on_disk(root: &Path) -> Run {
 async fn nothing_outside_of_the_run_is_deleted_and_no_empty_folder_stays() {
     let place = tempfile::tempdir().unwrap();
     let (root, outside) = (place.path().join("run"), place.path().join("outside"));
+    let logs = place.path().join("logs");
+    fs::create_dir(&logs).unwrap();
+    fs::write(logs.join("events"), "of a trainer").unwrap();
     let from = fixture("pytorch/t21_plain");
     for step in [2, 3] {
         dcp_testing::copy_folder(&from, &root.join(format!("step-{step}")));
     }
     dcp_testing::copy_folder(&from, &outside);
-    // A step that is a link, a link in a step to a folder and to a file, and a link to another step.
+    // A step that is a link, a link in a step to a folder without data and to a file, and a link to
+    // another step.
     symlink(&outside, root.join("step-1")).unwrap();
-    symlink(&outside, root.join("step-2/more")).unwrap();
+    symlink(&logs, root.join("step-2/more")).unwrap();
     symlink(outside.join(".metadata"), root.join("step-2/linked")).unwrap();
     symlink("step-3", root.join("step-0")).unwrap();
     fs::create_dir_all(root.join("step-2/empty")).unwrap();
     let count = |folder: &Path| fs::read_dir(folder).unwrap().count();
     let before = (count(&outside), count(&root.join("step-3")));
     let run = on_disk(&root);
+    // A linked folder with data may be a part of the step.
+    symlink(&outside, root.join("step-2/part")).unwrap();
+    let report = run.prune().policy(KeepLast(1)).run().await.unwrap();
+    assert!(report.deleted.is_empty(), "{report:?}");
+    fs::remove_file(root.join("step-2/part")).unwrap();
     let report = run.prune().policy(KeepLast(1)).run().await.unwrap();
     let deleted: Vec<_> = report.deleted.iter().map(|one| one.step).collect();
     assert_eq!(deleted, [2], "{report:?}");
     assert_eq!((count(&outside), count(&root.join("step-3"))), before);
+    assert!(logs.join("events").exists());
     assert!(root.join("step-1").is_symlink() && root.join("step-0").is_symlink());
     assert!(!root.join("step-2/.metadata").exists());
     assert!(!root.join("step-2/empty").exists(), "a folder that was empty before goes, too");

@@ -100,6 +100,42 @@ fn a_header_whose_tensors_overlap_or_leave_a_gap_is_no_whole_model_for_any_comma
 }
 
 #[test]
+fn a_shape_that_contradicts_its_bytes_is_no_whole_model_for_any_command() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run");
+    sharded(&run.join("checkpoint-1"));
+    let step = run.join("checkpoint-2");
+    fs::create_dir(&step).unwrap();
+    let text = String::from_utf8_lossy(&two_tensors(8)).into_owned();
+    // Of equal length, so that only the claim about one tensor is wrong.
+    for (from, to) in [("\"U8\"", "\"I8\""), ("[8]", "[9]"), ("[8]", "-8 "), ("\"U8\"", "1234")] {
+        fs::write(step.join("model.safetensors"), text.replacen(from, to, 1)).unwrap();
+        match to {
+            "\"I8\"" => _ = dcp(["inspect", &step.display().to_string()]).ok(),
+            _ => is_not_whole(&run, "model.safetensors"),
+        }
+    }
+}
+
+#[test]
+fn a_shard_of_another_ending_is_examined_as_well() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run");
+    sharded(&run.join("checkpoint-1"));
+    let step = run.join("checkpoint-2");
+    sharded(&step);
+    let text = fs::read_to_string(step.join(INDEX)).unwrap();
+    fs::write(step.join(INDEX), text.replace(SHARDS[1], "blob")).unwrap();
+    fs::rename(step.join(SHARDS[1]), step.join("blob")).unwrap();
+    dcp(["inspect", &step.display().to_string()]).ok();
+    let whole = fs::read(step.join("blob")).unwrap();
+    for damaged in [&whole[..whole.len() - 1], &whole[..20], &[], &[0; 100]] {
+        fs::write(step.join("blob"), damaged).unwrap();
+        is_not_whole(&run, "blob");
+    }
+}
+
+#[test]
 fn inspect_shows_the_shards_of_a_model_whose_index_is_damaged() {
     let folder = tempfile::tempdir().unwrap();
     let step = folder.path().join("model");

@@ -337,3 +337,48 @@ fn a_stray_file_beside_a_tracker_does_not_hide_the_run() {
     assert_eq!(listing["entries"], before["entries"]);
     assert_eq!(listing["latest"], before["latest"]);
 }
+
+#[test]
+fn a_description_of_megatron_that_says_another_thing_is_no_whole_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let (run, uri) = (folder.path().join("run"), path(&folder, "run"));
+    for (json, complete) in [
+        ("{}", json!(false)),
+        (r#"{"sharded_backend": 5}"#, json!(false)),
+        (r#"{"sharded_backend": "zarr", "sharded_backend_version": 1}"#, json!(false)),
+        (r#"{"sharded_backend": "other", "sharded_backend_version": 1}"#, Value::Null),
+        (r#"{"sharded_backend": "torch_dist", "sharded_backend_version": 99}"#, Value::Null),
+    ] {
+        copy("../megatron/tp2_basic/ckpt", &run.join("step-10"));
+        copy("../megatron/tp2_basic/ckpt", &run.join("step-20"));
+        fs::write(run.join("step-20/metadata.json"), json).unwrap();
+        assert_eq!(entry(&uri, "step-20")["complete"], complete, "{json}");
+        assert_ne!(dcp(["inspect", &path(&folder, "run/step-20")]).code, 0, "{json}");
+        dcp(["prune", &uri, "--keep-last", "1", "--yes"]);
+        assert!(run.join("step-10/metadata.json").exists(), "{json}");
+        fs::remove_dir_all(&run).unwrap();
+    }
+}
+
+#[test]
+fn a_linked_array_of_zarr_is_refused_by_every_command() {
+    let folder = tempfile::tempdir().unwrap();
+    let (run, uri) = (folder.path().join("run"), path(&folder, "run"));
+    let part = "both.weight3d";
+    for step in ["step-10", "step-20"] {
+        copy("../megatron/v09_zarr/ckpt", &run.join(step));
+    }
+    let (step, outside) = (path(&folder, "run/step-20"), folder.path().join("outside"));
+    dcp(["verify", &path(&folder, "run/step-10")]).ok();
+    fs::rename(run.join("step-20").join(part), &outside).unwrap();
+    symlink(&outside, run.join("step-20").join(part)).unwrap();
+    assert_eq!(entry(&uri, "step-20")["complete"], Value::Null);
+    let (target, refused) = (path(&folder, "target"), [part, "symbolic link"]);
+    for command in ["verify", "inspect", "stats"] {
+        dcp([command, &step]).fails(2, &refused);
+    }
+    dcp(["convert", &step, &target, "--to", "dcp"]).fails(2, &refused);
+    assert!(!Path::new(&target).exists());
+    dcp(["prune", &uri, "--keep-last", "1", "--yes"]);
+    assert!(run.join("step-10").exists());
+}

@@ -100,7 +100,8 @@ impl Opener {
                     Ok(kind) if kind.is_symlink() => {
                         let name = path.strip_prefix(root).ok().and_then(Path::to_str);
                         let name = name.filter(|name| {
-                            is_of_checkpoint(name) || holds_checkpoint(&path, &is_of_checkpoint)
+                            is_of_checkpoint(name)
+                                || holds_checkpoint(&path, &is_of_checkpoint, &mut left)
                         });
                         found.extend(name.and_then(|name| Key::new(name).ok()));
                     }
@@ -113,9 +114,17 @@ impl Opener {
     }
 }
 
-/// Whether a link leads to a folder with a file of a checkpoint in it.
-fn holds_checkpoint(link: &Path, is_of_checkpoint: &impl Fn(&str) -> bool) -> bool {
+/// Whether a link leads to a folder with a file of a checkpoint in it. The entries that are looked at count as those
+/// of the folder that has the link.
+fn holds_checkpoint(
+    link: &Path,
+    is_of_checkpoint: &impl Fn(&str) -> bool,
+    left: &mut usize,
+) -> bool {
     let Ok(entries) = fs::read_dir(link) else { return false };
-    let mut names = entries.flatten().take(LINKED_ENTRIES_MAX).map(|entry| entry.file_name());
-    names.any(|name| name.to_str().is_some_and(|name| name == ZARRAY || is_of_checkpoint(name)))
+    entries.flatten().take(LINKED_ENTRIES_MAX.min(*left)).any(|entry| {
+        *left -= 1;
+        let name = entry.file_name();
+        name.to_str().is_some_and(|name| name == ZARRAY || is_of_checkpoint(name))
+    })
 }

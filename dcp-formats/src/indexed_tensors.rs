@@ -28,17 +28,20 @@ struct Indexed {
     counts: HashMap<Key, usize>,
 }
 
+impl Indexed {
+    /// The file by its name in the index, and how many tensors the index places in it.
+    fn home(&self, file: &Key) -> Option<(&Key, &usize)> {
+        let name = file.as_str().strip_prefix(&*self.folder)?;
+        self.counts.get_key_value(&Key::new(name).ok()?)
+    }
+}
+
 impl IndexedTensors {
     /// Adds the index at `key`, by its file for each tensor.
     pub(crate) fn add(&mut self, key: &Key, weight_map: IndexMap<Arc<str>, Key>) {
         let mut counts: HashMap<Key, usize> = HashMap::new();
         for file in weight_map.values() {
-            match counts.get_mut(file) {
-                Some(count) => *count += 1,
-                None => {
-                    counts.insert(file.clone(), 1);
-                }
-            }
+            *counts.entry(file.clone()).or_default() += 1;
         }
         let name = key.file_name();
         let folder = key.as_str().strip_suffix(name).unwrap_or_default().to_owned();
@@ -47,14 +50,13 @@ impl IndexedTensors {
 
     /// Whether an index names this file: its shards need not end in `.safetensors`.
     pub(crate) fn has_file(&self, file: &Key) -> bool {
-        !self.of_file(file).indexes.is_empty()
+        self.indexes.iter().any(|indexed| indexed.home(file).is_some())
     }
 
     /// Starts the comparison of one file.
     pub(crate) fn of_file(&self, file: &Key) -> FileTensors<'_> {
         let of = self.indexes.iter().filter_map(|indexed| {
-            let name = file.as_str().strip_prefix(&*indexed.folder)?;
-            let (home, count) = indexed.counts.get_key_value(&Key::new(name).ok()?)?;
+            let (home, count) = indexed.home(file)?;
             Some(InIndex { indexed, home, count: *count, seen: 0 })
         });
         FileTensors { indexes: of.collect() }

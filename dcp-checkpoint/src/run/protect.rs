@@ -6,14 +6,13 @@ use std::sync::Arc;
 
 use dcp_convert::open::examine_checkpoint;
 use dcp_core::error::error_chain;
-use dcp_core::format::{Evidence, Examined, Folder, FormatRegistry, Listing, Place};
+use dcp_core::format::{Examined, Folder, FormatRegistry, Listing, Place};
 use dcp_core::storage::ObjectMeta;
 use dcp_core::text::Quoted;
 use dcp_core::{Key, Storage, StorageError};
 use dcp_formats::hf::model_is_whole;
 use futures_util::{StreamExt, TryStreamExt, stream};
 
-use super::StepNaming;
 use super::look::{Look, Seen};
 use super::notes::Note;
 use super::order::{StepOrder, describe, disagreement};
@@ -24,8 +23,8 @@ use super::state_files::{latest_problem, unusable};
 use crate::error::{Error, ErrorKind, Reasons};
 use crate::index_files::is_whole;
 
-/// The beginning of the names of folders that have the state of an optimizer, without a model.
-const OPTIMIZER: &str = "optim";
+/// The names of folders that have the state of an optimizer, without a model; a number may follow.
+const OPTIMIZERS: [&str; 3] = ["optim", "optimizer", "optimizers"];
 /// Checkpoints whose problems an error lists.
 const PROBLEMS_MAX: usize = 8;
 
@@ -120,7 +119,8 @@ pub(super) async fn examine_files(
 }
 
 /// Why what is left of a save, in the folder `name` with these files, is worth more than the space that it takes:
-/// whole weights beside a damaged file, or another whole checkpoint inside, which is no part of this one.
+/// whole weights beside a damaged file, or a whole checkpoint inside that is not the state of an optimizer alone,
+/// such as the model of accelerate.
 pub(super) async fn worth_keeping(
     storage: &Arc<dyn Storage>,
     formats: &FormatRegistry,
@@ -132,22 +132,13 @@ pub(super) async fn worth_keeping(
         return Ok(Some("its model is whole".to_owned()));
     }
     let root = place.listing().root();
-    let step = root.folder(name);
-    // Such as the model and the optimizer of accelerate.
-    let own = step.as_ref().and_then(|step| formats.classify(step));
-    let of_parts = own.filter(|own| own.found.evidence == Evidence::Run);
-    let of_parts = of_parts.map(|own| own.format.info().name);
     let is_part =
-        |folder: &Folder<'_>, name: &str| name.starts_with(OPTIMIZER) || formats.owns(folder, name);
-    let mut folders: Vec<_> = step.into_iter().collect();
+        |folder: &Folder<'_>, name: &str| is_of_optimizer(name) || formats.owns(folder, name);
+    let mut folders: Vec<_> = root.folder(name).into_iter().collect();
     while let Some(folder) = folders.pop() {
         for inner in folder.folders().filter(|inner| !is_part(&folder, inner.name())) {
-            let found = formats.classify(&inner).filter(|found| {
-                let is_part = of_parts == Some(found.format.info().name)
-                    && StepNaming::step_of(inner.name()).is_none();
-                found.found.is_checkpoint() && is_whole(found) && !is_part
-            });
-            if let Some(found) = found {
+            let found = formats.classify(&inner).filter(|found| found.found.is_checkpoint());
+            if let Some(found) = found.filter(is_whole) {
                 let place = place.below(inner.path())?;
                 let examined = examine_checkpoint(formats, &*found.format, &place).await?;
                 if examined.problem.is_none() || examined.opens || model_is_whole(&place).await? {
@@ -159,6 +150,12 @@ pub(super) async fn worth_keeping(
         }
     }
     Ok(None)
+}
+
+/// Whether a folder has the state of an optimizer, by its name, such as accelerate's `optimizer_0`.
+fn is_of_optimizer(name: &str) -> bool {
+    let word = name.trim_end_matches(|c: char| c.is_ascii_digit()).trim_end_matches('_');
+    OPTIMIZERS.contains(&word)
 }
 
 /// Fails where nothing must be deleted: a policy compares a metric that no checkpoint has, numbers and

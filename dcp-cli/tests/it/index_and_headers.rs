@@ -1,9 +1,10 @@
 //! Models of Hugging Face whose index, headers and files contradict each other.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
+use tempfile::TempDir;
 
 use crate::support::{dcp, fixtures, path};
 
@@ -15,6 +16,16 @@ fn sharded(to: &Path) {
     let source = fixtures().join("fsdp2_adam_2r").display().to_string();
     let to = to.display().to_string();
     dcp(["convert", "-q", &source, &to, "--to", "hf", "--max-shard-size", "1000"]).ok();
+}
+
+/// A run with a whole `checkpoint-1`, and the folder of a `checkpoint-2` after it.
+fn run() -> (TempDir, PathBuf, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run");
+    let step = run.join("checkpoint-2");
+    sharded(&run.join("checkpoint-1"));
+    fs::create_dir(&step).unwrap();
+    (folder, run, step)
 }
 
 /// A file with two tensors of eight bytes, the second at `start` of the data.
@@ -48,10 +59,7 @@ fn is_not_whole(run: &Path, said: &str) {
 
 #[test]
 fn an_index_that_headers_contradict_is_no_whole_model_for_any_command() {
-    let folder = tempfile::tempdir().unwrap();
-    let run = folder.path().join("run");
-    let step = run.join("checkpoint-2");
-    sharded(&run.join("checkpoint-1"));
+    let (_folder, run, step) = run();
     sharded(&step);
     let text = fs::read(step.join(INDEX)).unwrap();
     let index: Value = serde_json::from_slice(&text).unwrap();
@@ -85,11 +93,7 @@ fn an_index_that_headers_contradict_is_no_whole_model_for_any_command() {
 
 #[test]
 fn a_header_whose_tensors_overlap_or_leave_a_gap_is_no_whole_model_for_any_command() {
-    let folder = tempfile::tempdir().unwrap();
-    let run = folder.path().join("run");
-    sharded(&run.join("checkpoint-1"));
-    let step = run.join("checkpoint-2");
-    fs::create_dir(&step).unwrap();
+    let (_folder, run, step) = run();
     let file = step.join("model.safetensors");
     fs::write(&file, two_tensors(8)).unwrap();
     dcp(["inspect", &step.display().to_string()]).ok();
@@ -101,11 +105,7 @@ fn a_header_whose_tensors_overlap_or_leave_a_gap_is_no_whole_model_for_any_comma
 
 #[test]
 fn a_shape_that_contradicts_its_bytes_is_no_whole_model_for_any_command() {
-    let folder = tempfile::tempdir().unwrap();
-    let run = folder.path().join("run");
-    sharded(&run.join("checkpoint-1"));
-    let step = run.join("checkpoint-2");
-    fs::create_dir(&step).unwrap();
+    let (_folder, run, step) = run();
     let text = String::from_utf8_lossy(&two_tensors(8)).into_owned();
     // Of equal length, so that only the claim about one tensor is wrong.
     for (from, to) in [("\"U8\"", "\"I8\""), ("[8]", "[9]"), ("[8]", "-8 "), ("\"U8\"", "1234")] {
@@ -119,10 +119,7 @@ fn a_shape_that_contradicts_its_bytes_is_no_whole_model_for_any_command() {
 
 #[test]
 fn a_shard_of_another_ending_is_examined_as_well() {
-    let folder = tempfile::tempdir().unwrap();
-    let run = folder.path().join("run");
-    sharded(&run.join("checkpoint-1"));
-    let step = run.join("checkpoint-2");
+    let (_folder, run, step) = run();
     sharded(&step);
     let text = fs::read_to_string(step.join(INDEX)).unwrap();
     fs::write(step.join(INDEX), text.replace(SHARDS[1], "blob")).unwrap();

@@ -165,7 +165,7 @@ fn a_step_of_olmo_without_its_commit_is_not_whole_for_any_command() {
     let target = path(&run, "converted");
     let convert = ["convert", &uri, &target, "--to", "dcp"];
     dcp(convert).fails(1, &[said]);
-    for text in ["", "\0\0\0\0", "{\"ephemeral\":", LFS] {
+    for text in ["", "[]", "\0\0\0\0", "{\"ephemeral\":", LFS] {
         fs::write(step.join(".metadata.json"), text).unwrap();
         assert_eq!(dcp(["verify", &uri]).code, 1, "{text:?}");
         dcp(convert).fails(1, &["is not whole", ".metadata.json"]);
@@ -348,6 +348,7 @@ fn a_description_of_megatron_that_says_another_thing_is_no_whole_checkpoint() {
         (r#"{"sharded_backend": "zarr", "sharded_backend_version": 1}"#, json!(false)),
         (r#"{"sharded_backend": "other", "sharded_backend_version": 1}"#, Value::Null),
         (r#"{"sharded_backend": "torch_dist", "sharded_backend_version": 99}"#, Value::Null),
+        (&*format!(r#"{{"sharded_backend": "torch_dist"{}}}"#, " ".repeat(2 << 20)), json!(false)),
     ] {
         copy("../megatron/tp2_basic/ckpt", &run.join("step-10"));
         copy("../megatron/tp2_basic/ckpt", &run.join("step-20"));
@@ -357,6 +358,33 @@ fn a_description_of_megatron_that_says_another_thing_is_no_whole_checkpoint() {
         dcp(["prune", &uri, "--keep-last", "1", "--yes"]);
         assert!(run.join("step-10/metadata.json").exists(), "{json}");
         fs::remove_dir_all(&run).unwrap();
+    }
+}
+
+#[test]
+fn a_linked_part_of_a_step_is_refused_by_every_command() {
+    let folder = tempfile::tempdir().unwrap();
+    let (run, uri) = (folder.path().join("run"), path(&folder, "run"));
+    for part in ["pytorch_model_fsdp_0", "optimizer_0"] {
+        for step in ["step-10", "step-20"] {
+            copy("fsdp2_adam_2r", &run.join(step).join("pytorch_model_fsdp_0"));
+            copy("fsdp2_adam_2r", &run.join(step).join("optimizer_0"));
+        }
+        let (step, outside) = (path(&folder, "run/step-20"), folder.path().join("outside"));
+        fs::rename(run.join("step-20").join(part), &outside).unwrap();
+        symlink(&outside, run.join("step-20").join(part)).unwrap();
+        assert_eq!(entry(&uri, "step-20")["complete"], Value::Null, "{part}");
+        let (target, refused) = (path(&folder, "target"), [part, "symbolic link"]);
+        dcp(["-q", "inspect", &step]).fails(2, &refused);
+        for command in ["verify", "stats"] {
+            dcp([command, &step]).fails(2, &refused);
+        }
+        dcp(["convert", &step, &target, "--to", "dcp"]).fails(2, &refused);
+        assert!(!Path::new(&target).exists(), "{part}");
+        dcp(["prune", &uri, "--keep-last", "1", "--yes"]);
+        assert!(run.join("step-10").join(part).exists(), "{part}");
+        fs::remove_dir_all(&run).unwrap();
+        fs::remove_dir_all(&outside).unwrap();
     }
 }
 

@@ -182,13 +182,24 @@ fn a_broken_step_with_a_whole_checkpoint_inside_stays() {
     copy("fsdp2_adam_2r", &run.path().join("checkpoint-10/optimizer_0"));
     fs::write(run.path().join("checkpoint-10/checkpoint-500/model.safetensors"), "").unwrap();
     assert_eq!(incomplete(&run).0, ["checkpoint-10"]);
-    // The other part of a checkpoint of accelerate is no checkpoint of its own.
+    // The whole model of a step of accelerate protects it, and its whole optimizer does not.
     let run = tempfile::tempdir().unwrap();
     for step in ["checkpoint-10", "checkpoint-20"] {
         copy("t21_plain", &run.path().join(step).join("pytorch_model_fsdp_0"));
         copy("fsdp2_adam_2r", &run.path().join(step).join("optimizer_0"));
     }
     fs::remove_file(run.path().join("checkpoint-10/optimizer_0/.metadata")).unwrap();
+    let (gone, plan) = incomplete(&run);
+    assert_eq!(gone, [""; 0], "{plan:#}");
+    let said = "\"checkpoint-10/pytorch_model_fsdp_0\" in it is a whole checkpoint";
+    assert_eq!(reason(&plan, "checkpoint-10"), said);
+    copy("fsdp2_adam_2r", &run.path().join("checkpoint-10/optimizer_0"));
+    let part = run.path().join("checkpoint-10/pytorch_model_fsdp_0");
+    fs::remove_file(part.join(".metadata")).unwrap();
+    // A folder whose name only begins in the same way may have a model.
+    copy("t21_plain", &run.path().join("checkpoint-10/optimized"));
+    assert_eq!(incomplete(&run).0, [""; 0]);
+    fs::remove_dir_all(run.path().join("checkpoint-10/optimized")).unwrap();
     assert_eq!(incomplete(&run).0, ["checkpoint-10"]);
 }
 

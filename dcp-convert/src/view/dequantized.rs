@@ -150,7 +150,7 @@ impl Dequantized {
             return Err(ConvertError::invalid_option("quantized weights", problem));
         }
         let inner_metadata = inner.metadata().await?;
-        let found = find_quantized(&inner_metadata, block)?;
+        let found = find_quantized(&inner_metadata, block).map_err(of_block_size)?;
         let weights: HashMap<_, _> = found.iter().map(|one| (one.weight, one)).collect();
         let scales: HashMap<_, _> = found.iter().map(|one| (one.scales, ())).collect();
         let full = || FormatError::new("index", "it has too many files or encodings");
@@ -220,7 +220,7 @@ impl Dequantized {
             Some(unwrapped) => Arc::new(unwrapped),
             None => Arc::clone(&inner.reader),
         };
-        let view = Self::new(reader, options.dtype, block).await.map_err(of_block_size)?;
+        let view = Self::new(reader, options.dtype, block).await?;
         let method = config.as_deref().and_then(configured_method);
         refuse_unread(&view, unwraps, method.as_deref())?;
         let parts = std::slice::from_ref(&inner);

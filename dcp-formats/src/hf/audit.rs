@@ -60,15 +60,15 @@ impl CheckpointAudit for HfReader {
 
     async fn index_facts(&self) -> Result<IndexFacts, CheckpointError> {
         let findings = HfReader::findings(self).await?;
-        let of = |kinds: [FindingKind; 2]| {
+        let of = |kinds: &'static [FindingKind]| {
             findings.iter().filter(move |finding| kinds.contains(&finding.kind))
         };
         let mut facts = IndexFacts::default();
         // The keys in a file without a readable header are unknown.
-        let closed = of([FindingKind::MissingFile, FindingKind::Header]);
+        let closed = of(&[FindingKind::MissingFile, FindingKind::Header]);
         facts.unread_files = closed.filter_map(|finding| finding.file.clone()).collect();
-        let unfinished = of([FindingKind::MissingIndex, FindingKind::Unfinished]);
-        let unfinished = unfinished.chain(of([FindingKind::Index; 2]));
+        let unfinished =
+            of(&[FindingKind::MissingIndex, FindingKind::Index, FindingKind::Unfinished]);
         facts.unfinished = unfinished.map(|finding| finding.message.clone()).collect();
         Ok(facts)
     }

@@ -42,8 +42,8 @@ pub use indexed_files::main_model_is_whole;
 pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES, SINGLE_NAME};
 pub use pending_folder::PendingFolder;
 pub use quantized::{
-    BLOCK, E2M1, GIVE_SIZE, QuantScheme, Quantized, config_with_dtype, config_without_quantization,
-    configured_block, configured_method, find_quantized, names_scales,
+    BLOCK, E2M1, QuantError, QuantScheme, Quantized, config_with_dtype,
+    config_without_quantization, configured_block, configured_method, find_quantized, names_scales,
 };
 pub use rank_writer::{HfRankWriter, HfRankWriterBuilder};
 pub use reader::{HfReader, HfReaderBuilder};

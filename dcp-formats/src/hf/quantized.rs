@@ -66,19 +66,37 @@ pub enum QuantScheme {
     },
 }
 
-/// How the message ends of scales that do not fit the size of blocks.
-pub const GIVE_SIZE: &str = "give the size of the blocks";
+/// A reason why the block-scaled weights of a model are not found.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum QuantError {
+    /// The shape of scales is that of blocks of another size.
+    #[error(transparent)]
+    BlockSize(FormatError),
+    /// Weights and scales do not match, whatever the size of blocks.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+}
+
+impl From<QuantError> for FormatError {
+    fn from(error: QuantError) -> Self {
+        match error {
+            QuantError::BlockSize(error) | QuantError::Format(error) => error,
+        }
+    }
+}
 
 /// The block-scaled weights of a model: all weights that have scales. `block` is the block size of
 /// 8-bit weights.
 ///
 /// # Errors
 ///
-/// When weights and scales do not match, a name is taken, or `block` contains 0.
+/// When weights and scales do not match, a name is taken, or `block` contains 0;
+/// [`QuantError::BlockSize`] when another size of blocks may match.
 pub fn find_quantized(
     metadata: &CheckpointMetadata,
     block: [u64; 2],
-) -> Result<Vec<Quantized>, FormatError> {
+) -> Result<Vec<Quantized>, QuantError> {
     let mut found = Vec::new();
     for (position, (fqn, entry)) in metadata.iter().enumerate() {
         let Some(scales) = entry.as_tensor() else { continue };
@@ -88,7 +106,7 @@ pub fn find_quantized(
             Some((name, weight, metadata.at(weight)?.1.as_tensor()?))
         };
         let one = if let Some((name, weight, tensor)) = pair(SCALE_INV, "") {
-            block_scaled(tensor, scales, block).map(|scheme| Quantized {
+            block_scaled(fqn, tensor, scales, block).map(|scheme| Quantized {
                 fqn: name.into(),
                 shape: tensor.shape.clone(),
                 weight,
@@ -97,23 +115,25 @@ pub fn find_quantized(
             })
         } else if let Some((name, weight, tensor)) = pair(SCALES, BLOCKS) {
             if metadata.get(name).is_some() {
-                return Err(bad(fqn, "its weight as plain numbers has a name that is taken"));
+                return Err(bad(fqn, "its weight as plain numbers has a name that is taken").into());
             }
-            mxfp4(tensor, scales).map(|(shape, scheme)| Quantized {
-                fqn: name.into(),
-                shape,
-                weight,
-                scales: position,
-                scheme,
-            })
+            mxfp4(tensor, scales).map_err(|problem| bad(fqn, &problem).into()).map(
+                |(shape, scheme)| Quantized {
+                    fqn: name.into(),
+                    shape,
+                    weight,
+                    scales: position,
+                    scheme,
+                },
+            )
         } else {
             continue;
         };
-        found.push(one.map_err(|problem| bad(fqn, &problem))?);
+        found.push(one?);
     }
     let weights: BTreeSet<_> = found.iter().map(|one| one.weight).collect();
     if weights.len() < found.len() || found.iter().any(|one| weights.contains(&one.scales)) {
-        return Err(bad("the model", "a tensor is weight or scales of two others"));
+        return Err(bad("the model", "a tensor is weight or scales of two others").into());
     }
     Ok(found)
 }
@@ -123,27 +143,29 @@ fn bad(fqn: &str, problem: &str) -> FormatError {
 }
 
 fn block_scaled(
+    fqn: &str,
     weight: &TensorEntry,
     scales: &TensorEntry,
     [rows, cols]: [u64; 2],
-) -> Result<QuantScheme, String> {
+) -> Result<QuantScheme, QuantError> {
+    let misfit = |problem: String| Err(bad(fqn, &problem).into());
     if rows == 0 || cols == 0 {
-        return Err(format!("blocks of {rows} × {cols} hold nothing"));
+        return misfit(format!("blocks of {rows} × {cols} hold nothing"));
     }
     if !matches!(
         weight.dtype,
         DType::Float8E4M3Fn | DType::Float8E5M2 | DType::Float8E4M3FnUz | DType::Float8E5M2FnUz
     ) {
-        return Err(format!("its weight is {}, not an 8-bit float", weight.dtype));
+        return misfit(format!("its weight is {}, not an 8-bit float", weight.dtype));
     }
     if !matches!(
         scales.dtype,
         DType::Float32 | DType::BFloat16 | DType::Float16 | DType::Float8E8M0Fnu
     ) {
-        return Err(format!("scales are floats, not {}", scales.dtype));
+        return misfit(format!("scales are floats, not {}", scales.dtype));
     }
     let [outer @ .., height, width] = &*weight.shape else {
-        return Err(format!("blocks have two axes, its weight has shape {}", weight.shape));
+        return misfit(format!("blocks have two axes, its weight has shape {}", weight.shape));
     };
     // One scale for all of a weight.
     if outer.is_empty() && matches!(&*scales.shape, [] | [1]) {
@@ -152,11 +174,12 @@ fn block_scaled(
     let blocks = [height.div_ceil(rows), width.div_ceil(cols)];
     let expected: Dims = outer.iter().copied().chain(blocks).collect();
     if scales.shape != expected {
-        return Err(format!(
+        let problem = format!(
             "it has shape {}, but for blocks of {rows} × {cols} a weight of shape {} has scales \
-             of {expected}: {GIVE_SIZE}",
+             of {expected}: give the size of the blocks",
             scales.shape, weight.shape
-        ));
+        );
+        return Err(QuantError::BlockSize(bad(fqn, &problem)));
     }
     Ok(QuantScheme::Block { rows, cols })
 }

@@ -10,7 +10,7 @@ use dcp_core::format::{
     FormatRegistry, Occupant, OccupantRun, OpenOptions, OpenedCheckpoint, Peek, Place, Recognized,
     RunSelection, RunTracker, UnfinishedSave, WriterOptions,
 };
-use dcp_core::storage::StorageExt as _;
+use dcp_core::storage::{ObjectMeta, StorageExt as _};
 use dcp_core::text::Quoted;
 use dcp_core::{CheckpointError, CheckpointMetadata, Storage, StorageError, StorageWriter};
 use dcp_formats::dcp::{DcpFiles, DcpFormat};
@@ -337,33 +337,21 @@ async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
             false => Ok(Examined::default()),
         };
     };
-    if config.byte_len <= Peek::BYTES_MAX {
-        let json = place.storage().read_range(&config.key, 0..config.byte_len).await?;
-        match CheckpointingConfig::parse(&json) {
-            Ok(config) if !is_read(&config) => {
-                let backend = config.sharded;
-                return Ok(Examined::of_other_program(format!(
-                    "was written by the backend {backend} of Megatron-Core, which is not read"
-                )));
-            }
-            // What is described and what is there may be two formats.
-            Ok(config) if config.sharded.is("zarr") => {
-                return Ok(Examined::new(problem_of_opening(place).await?));
-            }
-            Ok(_) => {}
-            Err(_) if is_lfs_pointer(&json) => {
-                return Ok(Examined::new(Some(format!("the {METADATA_JSON} {LFS_PROBLEM}"))));
-            }
-            Err(error) => {
-                let problem = format!("the {METADATA_JSON} cannot be read: {}", error.problem());
-                return Ok(Examined::new(Some(problem)));
-            }
-        }
+    let config = match described(place, config).await? {
+        Ok(config) => config,
+        Err(problem) => return Ok(Examined::new(Some(format!("the {METADATA_JSON} {problem}")))),
+    };
+    let is_zarr = config.sharded.is("zarr");
+    if !is_zarr && !config.sharded.is("torch_dist") {
+        let backend = config.sharded;
+        return Ok(Examined::of_other_program(format!(
+            "was written by the backend {backend} of Megatron-Core, which is not read"
+        )));
     }
     if let Some(problem) = problem_of_manifest(place).await? {
         return Ok(Examined::new(Some(problem)));
     }
-    if !DcpFiles::of(&folder).is_any() {
+    if is_zarr || !DcpFiles::of(&folder).is_any() {
         // Each array of zarr has a description of its own.
         return Ok(Examined::new(problem_of_opening(place).await?));
     }
@@ -387,9 +375,19 @@ async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
     }
 }
 
-/// Whether this crate reads the backend that wrote tensors and objects.
-fn is_read(config: &CheckpointingConfig) -> bool {
-    config.sharded.is("torch_dist") || config.sharded.is("zarr")
+/// Reads the description of a checkpoint; a problem of it is the predicate of a sentence.
+async fn described(
+    place: &Place,
+    file: &ObjectMeta,
+) -> Result<Result<CheckpointingConfig, String>, StorageError> {
+    if file.byte_len > Peek::BYTES_MAX {
+        return Ok(Err(format!("has {} bytes, more than it can have", file.byte_len)));
+    }
+    let json = place.storage().read_range(&file.key, 0..file.byte_len).await?;
+    Ok(CheckpointingConfig::parse(&json).map_err(|error| match is_lfs_pointer(&json) {
+        true => LFS_PROBLEM.to_owned(),
+        false => format!("cannot be read: {}", error.problem()),
+    }))
 }
 
 /// Returns the problem that keeps a checkpoint from being opened whole. Descriptions of arrays and
@@ -439,7 +437,6 @@ async fn problem_of_manifest(place: &Place) -> Result<Option<String>, StorageErr
 mod tests {
     use dcp_core::Key;
     use dcp_core::format::Listing;
-    use dcp_core::storage::ObjectMeta;
 
     use super::*;
 

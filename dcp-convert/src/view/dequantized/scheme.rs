@@ -1,8 +1,8 @@
 //! Refuses quantized models whose scheme is not read.
 
 use dcp_core::storage::StorageExt;
-use dcp_core::{CheckpointError, Key, StorageError, StorageErrorKind};
-use dcp_formats::hf::GIVE_SIZE;
+use dcp_core::{CheckpointError, FormatError, Key, StorageError, StorageErrorKind};
+use dcp_formats::hf::QuantError;
 
 use super::Dequantized;
 use crate::cast::exact_tensors;
@@ -49,15 +49,13 @@ pub(super) fn refuse_unread(
 }
 
 /// Makes an error about blocks one of the option that gives their size.
-pub(super) fn of_block_size(error: ConvertError) -> ConvertError {
+pub(super) fn of_block_size(error: QuantError) -> ConvertError {
     match error {
-        ConvertError::Checkpoint(CheckpointError::Format(error))
-            if error.problem().ends_with(GIVE_SIZE) =>
-        {
+        QuantError::BlockSize(error) => {
             let problem = format!("{}, in rows and columns such as 128x128", error.problem());
             ConvertError::invalid_option("--block-size", problem)
         }
-        error => error,
+        error => FormatError::from(error).into(),
     }
 }
 

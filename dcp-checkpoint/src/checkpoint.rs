@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use dcp_convert::Source;
-use dcp_convert::open::incomplete;
-use dcp_core::format::{FormatInfo, Place, UnfinishedSave};
+use dcp_convert::open::examined;
+use dcp_core::format::{Examined, FormatInfo, Place, UnfinishedSave};
 use dcp_core::text::without_secrets;
 use dcp_core::{Key, Storage};
 use dcp_formats::incomplete_files::is_pointer_file;
@@ -116,6 +116,11 @@ impl Checkpoint {
     ///
     /// When the storage fails.
     pub async fn incomplete(&self) -> Result<Option<String>, Error> {
+        Ok(self.examined().await?.problem)
+    }
+
+    /// Examines this checkpoint as `dcp ls` does.
+    pub(crate) async fn examined(&self) -> Result<Examined, Error> {
         if let Some(refused) = self.opener.refused_link(&self.step_uri).await {
             return Err(refused.into());
         }
@@ -126,7 +131,7 @@ impl Checkpoint {
             let folder = if folder.is_empty() { "." } else { folder };
             step = step.with_index(folder, stored.metadata().await?);
         }
-        Ok(incomplete(&self.opener.formats, &step).await?)
+        Ok(examined(&self.opener.formats, &step).await?)
     }
 
     /// The checkpoint of PyTorch's format that this one is, or that Megatron-Core builds on.

@@ -15,6 +15,7 @@ use crate::format::Format;
 use crate::keys::{Keys, taken_of, unmatched_in};
 use crate::model_files;
 use crate::optimizer::refuse_corrupt;
+use crate::refuse_incomplete::refuse_incomplete;
 use crate::same_place::same_sources;
 use crate::setters::{destination_options, format_options, job_options};
 use crate::whole::Whole;
@@ -110,6 +111,7 @@ impl Merge<'_> {
         same_sources(&self.job, work, &refs).await?;
         for checkpoint in &all {
             self.destination.keep_apart(checkpoint).await?;
+            refuse_incomplete(checkpoint, selection.part, &self.job, &mut notes).await?;
         }
         let layout = self.destination.megatron.layout(first).await?;
         let mut how = SourceFacts { layout: Some(layout), ..SourceFacts::default() };
@@ -205,6 +207,7 @@ impl Average<'_> {
         same_sources(&self.job, work.option("how it averages", &self.options), &refs).await?;
         for checkpoint in &all {
             self.destination.keep_apart(checkpoint).await?;
+            refuse_incomplete(checkpoint, selection.part, &self.job, &mut notes).await?;
         }
         let job = &self.job;
         let mut sources = Vec::with_capacity(all.len());

@@ -17,6 +17,7 @@ use crate::mapping_options::MappingOptions;
 use crate::megatron_target::common_state;
 use crate::model_files;
 use crate::optimizer::OptimizerOptions;
+use crate::refuse_incomplete::refuse_incomplete;
 use crate::same_place::same_sources;
 use crate::setters::{destination_options, format_options, job_options};
 use crate::whole::Whole;
@@ -158,8 +159,9 @@ impl Conversion<'_> {
         let work = work.option("--dequantize", &self.dequantize);
         same_sources(job, work, &[&checkpoint]).await?;
         destination.keep_apart(&checkpoint).await?;
-        if !matches!(format, Format::Safetensors | Format::HuggingFace) {
-            refuse_unfinished(&checkpoint).await?;
+        // The tensors alone of a save without its last file: a note says what they are.
+        if checkpoint.unfinished.is_none() || format != Format::Safetensors {
+            refuse_incomplete(&checkpoint, selection.part, job, &mut notes).await?;
         }
         let source = self.optimizer.apply(&checkpoint, &selection, job, &mut notes).await?;
         let source = match self.dequantize {
@@ -203,25 +205,6 @@ impl Conversion<'_> {
         report.not_taken = not_taken;
         report.unmatched.splice(..0, unmatched);
         Ok(Written { report, mapping: named.report, notes: notes.into_said() })
-    }
-}
-
-/// Refuses to make something that looks whole of a checkpoint whose save did not finish.
-pub(crate) async fn refuse_unfinished(checkpoint: &Checkpoint) -> Result<(), Error> {
-    match &checkpoint.unfinished {
-        Some(unfinished) => {
-            let message = format!("{:?} {}", checkpoint.uri, unfinished.description);
-            Err(Error::new(ErrorKind::Unfinished, message).with_hint(unfinished.remedy.clone()))
-        }
-        None => match checkpoint.lost_commit().await? {
-            Some(problem) => {
-                let message = format!("{:?} is not whole: {problem}", checkpoint.uri);
-                Err(Error::new(ErrorKind::Unfinished, message).with_hint(
-                    "take another step; the tensors of this one can be had with --to safetensors",
-                ))
-            }
-            None => Ok(()),
-        },
     }
 }
 

@@ -22,6 +22,7 @@ use crate::error::{Error, ErrorKind};
 use crate::held_target::{CLAIMED, has_locks, not_claimed};
 use crate::index_files::{removal_order, split_indices};
 use crate::new_folders::NewFolders;
+use crate::open::cannot_open;
 use crate::opener::Opener;
 use crate::overlap_guard::{Shape, keep_urls_apart};
 use crate::rollback::Rollback;
@@ -103,8 +104,10 @@ impl Copying<'_> {
         let Self { opener, source, target, compare, job } = self;
         keep_urls_apart(opener.storages(), &source, &target)?;
         let from = opener.storages().open(&source, Access::Read).await;
-        let from =
-            from.map_err(|error| Error::from(error).context(format!("cannot read {source:?}")))?;
+        let from = from.map_err(|error| match local_path(&source) {
+            Some(path) if path.exists() => cannot_open(&source, error),
+            _ => Error::from(error).context(format!("cannot read {source:?}")),
+        })?;
         let files = match from.capabilities().listable {
             true => listed(&*from, &source).await?,
             false => indexed(opener, &source, &from).await?,

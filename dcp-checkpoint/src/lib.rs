@@ -27,6 +27,7 @@ mod open_keys;
 mod opener;
 mod optimizer;
 mod overlap_guard;
+mod refuse_incomplete;
 mod refused_links;
 mod reshard;
 pub mod rollback;

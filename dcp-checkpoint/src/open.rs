@@ -22,7 +22,7 @@ use crate::no_checkpoint::{cannot_read, not_fetched};
 use crate::notes::Notes;
 use crate::opener::{Need, Opener};
 use crate::text::list;
-use crate::uri::{below, split};
+use crate::uri::{below, local_path, split};
 
 /// The name of Megatron-Core's format.
 const MEGATRON: &str = "megatron";
@@ -211,9 +211,12 @@ impl Opener {
                     {
                         return Err(cannot_read(uri, refused));
                     }
+                    let mut others = self.formats.checkpoints_below(&found.place.listing().root());
+                    others.retain(|other| *other != part);
                     notes.say(format!(
-                        "{:?} has several checkpoints that belong together; opening {part}",
-                        found.uri
+                        "{:?} has several checkpoints that belong together; opening {part}, not {}",
+                        found.uri,
+                        others.join(", ")
                     ));
                     part
                 }
@@ -481,8 +484,10 @@ pub(crate) fn cannot_open(uri: &str, error: StorageError) -> Error {
         StorageErrorKind::Unsupported => {
             Error::new(ErrorKind::Unsupported, format!("cannot open {uri:?}")).because(error)
         }
-        _ if Path::new(uri).is_file() => {
-            let message = format!("{uri:?} is a file, and a directory is needed");
+        _ if local_path(uri).is_some_and(|path| path.exists() && !path.is_dir()) => {
+            let is_file = local_path(uri).is_some_and(Path::is_file);
+            let what = if is_file { "a file" } else { "a device, a pipe or a socket" };
+            let message = format!("{uri:?} is {what}, and a directory is needed");
             Error::new(ErrorKind::InvalidPlace, message)
         }
         _ => Error::new(ErrorKind::Io, format!("cannot open {uri:?}")).because(error),

@@ -6,7 +6,7 @@ use dcp_core::format::Compression;
 use dcp_olmo::OptimizerLayout;
 
 use crate::checkpoint::Checkpoint;
-use crate::convert::{Written, refuse_unfinished, with_layout};
+use crate::convert::{Written, with_layout};
 use crate::destination::{Destination, SourceFacts};
 use crate::error::{Error, ErrorKind};
 use crate::format::Format;
@@ -14,6 +14,7 @@ use crate::keys::{Keys, unmatched_in};
 use crate::megatron_target::{MegatronTarget, common_state};
 use crate::optimizer::OptimizerOptions;
 use crate::overlap_guard::{Shape, keep_apart};
+use crate::refuse_incomplete::refuse_incomplete;
 use crate::same_place::same_sources;
 use crate::setters::{destination_options, job_options};
 use crate::whole::Whole;
@@ -143,8 +144,8 @@ impl Resharding<'_> {
         let work = work.option("optimizer", &(self.optimizer, self.optimizer_layout));
         same_sources(&self.job, work, &[&checkpoint]).await?;
         keep_apart(&checkpoint, self.destination.uri(), Shape::Folder).await?;
-        refuse_unfinished(&checkpoint).await?;
         let (destination, job) = (self.destination()?, &self.job);
+        refuse_incomplete(&checkpoint, selection.part, job, &mut notes).await?;
         let all = self.optimizer.apply(&checkpoint, &selection, job, &mut notes).await?;
         let all = with_layout(all, self.optimizer_layout, job).await?;
         let unmatched = unmatched_in(&selection, [&all]).await?;

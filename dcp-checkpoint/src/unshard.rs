@@ -1,12 +1,14 @@
 //! Writing the model of a checkpoint as plain files, as OLMo-core does.
 
 use dcp_convert::JobOptions;
+use dcp_convert::keys::StatePart;
 use dcp_olmo::{UnshardOptions, UnshardReport, unshard_checkpoint};
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
 use crate::new_folders::NewFolders;
 use crate::overlap_guard::{Shape, keep_apart};
+use crate::refuse_incomplete::refuse_incomplete;
 use crate::rollback::Rollback;
 use crate::same_place::{SharedTarget, Work, same_sources};
 use crate::setters::job_options;
@@ -73,6 +75,9 @@ impl Unsharding<'_> {
         let work = Work::new("unshard", &self.job).option("how it unshards", &self.options);
         same_sources(&self.job, work, &[&checkpoint]).await?;
         keep_apart(&checkpoint, &self.target, Shape::Folder).await?;
+        let part =
+            if self.options.writes_optim() { StatePart::Everything } else { StatePart::Model };
+        refuse_incomplete(&checkpoint, part, &self.job, &mut checkpoint.opener.notes()).await?;
         let shared = SharedTarget::begin(&self.job, Shape::Folder).await?;
         let folders = NewFolders::before(&self.target, &self.rollback);
         let options =

@@ -53,7 +53,7 @@ pub struct Verification<'a> {
 impl Checkpoint {
     /// The folders of a checkpoint of several parts that are beside the opened one, such as the optimizer of
     /// accelerate beside the model.
-    fn other_parts(&self) -> Vec<String> {
+    pub(crate) fn other_parts(&self) -> Vec<String> {
         let folder = self.step.listing().root();
         let found = self.opener.formats.classify(&folder).map(|found| found.found);
         let found = found.filter(|found| found.evidence == Evidence::Run);

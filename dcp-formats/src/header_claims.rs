@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, Visitor};
 
-use crate::safetensors::RawTensor;
+use crate::safetensors::{Discontinuity, RawTensor, contiguous_end};
 use crate::unique::UniqueMap;
 
 /// The ranges of the tensors of a header. A dtype that is not known does not make a file incomplete.
@@ -31,29 +31,22 @@ impl HeaderClaims {
         Ok(Self { problem: contradiction.or(claims.problem), ..claims })
     }
 
-    /// The rule of the library: in the order of their offsets, each tensor begins at the end of the one before.
     fn of(mut ranges: Vec<(u64, u64)>) -> Self {
         ranges.sort_unstable();
         let last = ranges.iter().map(|(_, end)| *end).max().unwrap_or(0);
-        let (mut end, mut problem) = (0, None);
-        for (start, next) in ranges {
+        let problem = contiguous_end(ranges, u64::MAX).err().map(|found| {
+            let Discontinuity { start, next, end, .. } = found;
             if start > next {
-                problem = Some(format!(
-                    "has a tensor that ends at byte {next}, before its start {start}"
-                ));
+                format!("has a tensor that ends at byte {next}, before its start {start}")
             } else if start < end {
-                problem = Some(format!(
+                format!(
                     "has two tensors that share bytes: one begins at byte {start} of the data, and the one \
                      before ends at {end}"
-                ));
-            } else if start > end {
-                problem = Some(format!("has no tensor at the bytes {end}..{start} of the data"));
+                )
+            } else {
+                format!("has no tensor at the bytes {end}..{start} of the data")
             }
-            if problem.is_some() {
-                break;
-            }
-            end = next;
-        }
+        });
         Self { end: last, problem }
     }
 }

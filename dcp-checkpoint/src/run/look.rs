@@ -220,8 +220,9 @@ impl Pointer {
     }
 }
 
-/// Whether a file, a link or a folder of that name may name a checkpoint of the run.
+/// Whether a file, a link or a folder of that name may name a checkpoint of the run: `latest`, `BEST`, `.best`.
 pub(crate) fn is_pointer(name: &str) -> bool {
+    let name = name.strip_prefix('.').unwrap_or(name).to_ascii_lowercase();
     ["latest", "last", "best"].iter().any(|word| name.starts_with(word))
 }
 
@@ -229,6 +230,7 @@ pub(crate) fn is_pointer(name: &str) -> bool {
 /// `best_model.pt` or the log `latest.log`.
 pub(super) fn is_text(name: &str) -> bool {
     const ENDINGS: [&str; 5] = ["json", "txt", "yaml", "yml", "toml"];
+    let name = name.strip_prefix('.').unwrap_or(name);
     name.rsplit_once('.').is_none_or(|(_, ending)| {
         let is_number = !ending.is_empty() && ending.bytes().all(|byte| byte.is_ascii_digit());
         is_number || ENDINGS.iter().any(|known| ending.eq_ignore_ascii_case(known))

@@ -10,7 +10,7 @@ use dcp_core::format::{Examined, Folder, FormatRegistry, Listing, Place};
 use dcp_core::storage::ObjectMeta;
 use dcp_core::text::Quoted;
 use dcp_core::{Key, Storage, StorageError};
-use dcp_formats::hf::model_is_whole;
+use dcp_formats::hf::{Weights, model_is_whole};
 use futures_util::{StreamExt, TryStreamExt, stream};
 
 use super::look::{Look, Seen};
@@ -128,7 +128,7 @@ pub(super) async fn worth_keeping(
     files: &[ObjectMeta],
 ) -> Result<Option<String>, StorageError> {
     let place = Place::folder(storage, Listing::new(files.iter().cloned()));
-    if model_is_whole(&place.below(name)?).await? {
+    if model_is_whole(&place.below(name)?, Weights::Any).await? {
         return Ok(Some("its model is whole".to_owned()));
     }
     let root = place.listing().root();
@@ -141,7 +141,10 @@ pub(super) async fn worth_keeping(
             if let Some(found) = found.filter(is_whole) {
                 let place = place.below(inner.path())?;
                 let examined = examine_checkpoint(formats, &*found.format, &place).await?;
-                if examined.problem.is_none() || examined.opens || model_is_whole(&place).await? {
+                if examined.problem.is_none()
+                    || examined.opens
+                    || model_is_whole(&place, Weights::Any).await?
+                {
                     let inner = Quoted(inner.path());
                     return Ok(Some(format!("{inner} in it is a whole checkpoint")));
                 }

@@ -254,11 +254,29 @@ impl Prune {
         self.by.unwrap_or_default()
     }
 
+    /// Refuses a checkpoint in the place of the directory of a run: nothing in it could be deleted.
+    async fn refuse_checkpoint(&self, storage: &Arc<dyn Storage>) -> Result<(), Error> {
+        let Run { opener, url } = &self.run;
+        let place = opener.look(url, storage).await.map_err(|error| self.run.cannot_read(error))?;
+        let found = opener.formats.classify(&place.listing().root()).map(|found| found.found);
+        match found.filter(|found| found.is_checkpoint() || found.inner.is_some()) {
+            None => Ok(()),
+            Some(found) => {
+                let message = format!("{url:?} is no directory of a run: it {found}");
+                let hint = "pass the directory that has the steps of the run";
+                Err(Error::new(ErrorKind::InvalidPlace, message).with_hint(hint))
+            }
+        }
+    }
+
     /// Looks at the run, and decides.
     async fn decide(&self, storage: &Arc<dyn Storage>) -> Result<(PrunePlan, Look), Error> {
         let failed = |error| self.run.cannot_read(error);
         let formats = &self.run.opener.formats;
         let mut look = self.run.look(storage).await.map_err(failed)?;
+        if look.steps.is_empty() {
+            self.refuse_checkpoint(storage).await?;
+        }
         let mut plan = self.decided(&look);
         if plan.deleted().next().is_some() {
             examine(storage, formats, &mut look.steps).await.map_err(failed)?;

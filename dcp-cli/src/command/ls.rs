@@ -21,7 +21,8 @@ Examples:
 
 JSON:
   {\"entries\": [ENTRY, …], \"latest\": NAME, \"other\": N, \"truncated\": BOOL}
-  and \"tracker_problem\" where the tracker of a Megatron-LM run names no complete checkpoint.
+  and \"tracker_problem\" where the tracker of a Megatron-LM run names no complete checkpoint,
+  \"unread\": {NAME: REASON} where links that are not followed belong to none of the entries.
   ENTRY is {\"name\", \"kind\", \"complete\", \"problem\", \"step\", \"ephemeral\", \"version\",
             \"files\", \"bytes\", \"modified\", \"checkpoint\"}; kind is one of olmo, dcp,
             megatron, huggingface, torch_save, torch_save_file; modified is in seconds since 1970;
@@ -54,6 +55,9 @@ pub(crate) fn ls(args: &Ls, session: &Session) -> Result<(), Failure> {
     out.write(&run::render(&args.uri, &listing, out))?;
     if let Some(problem) = &listing.tracker_problem {
         out.note(problem);
+    }
+    for (file, reason) in &listing.unread {
+        out.note(&format!("not looking into {:?}: {reason}", file));
     }
     if let Some(order) = order {
         out.note(&format!("{order}; `dcp prune` deletes with --by step or --by time"));

@@ -72,14 +72,14 @@ fn an_index_that_headers_contradict_is_no_whole_model_for_any_command() {
     };
     let same = |file: &str| if file == SHARDS[0] { SHARDS[0] } else { SHARDS[1] };
     let other = |file: &str| if file == SHARDS[0] { SHARDS[1] } else { SHARDS[0] };
-    for index in [
-        places(&same, &["not.there"]),
-        places(&other, &[]),
-        places(&|_| SHARDS[0], &[]),
-        places(&same, &["not.there", "neither"]),
+    for (index, said) in [
+        (places(&same, &["not.there"]), "does not hold"),
+        (places(&other, &[]), "does not hold"),
+        (places(&|_| SHARDS[0], &[]), "names no \"model-00002-of-00002.safetensors\""),
+        (places(&same, &["not.there", "neither"]), "does not hold"),
     ] {
         fs::write(step.join(INDEX), index).unwrap();
-        is_not_whole(&run, "does not hold");
+        is_not_whole(&run, said);
     }
     // A name that the index lacks is part of the model, as for transformers.
     fs::write(step.join(INDEX), &text).unwrap();

@@ -16,6 +16,7 @@ mod get;
 mod hf;
 mod hostile;
 mod incomplete_save;
+mod incomplete_sources;
 mod index_and_headers;
 mod inspect;
 mod interrupt;

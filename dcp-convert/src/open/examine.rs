@@ -8,9 +8,9 @@ use dcp_core::format::{
 };
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{CheckpointError, CheckpointMetadata, StorageError};
-use dcp_formats::dcp::DcpFormat;
+use dcp_formats::dcp::{DcpFormat, is_part_folder};
 use dcp_formats::find_incomplete_files;
-use dcp_formats::hf::{HuggingFaceFormat, INDEX_ENDING, main_model_is_whole};
+use dcp_formats::hf::{HuggingFaceFormat, INDEX_ENDING, Weights, has_variants, model_is_whole};
 use dcp_formats::incomplete_files::unwritten;
 use dcp_planner::validate_metadata;
 
@@ -36,7 +36,11 @@ pub async fn examine_checkpoint(
 ) -> Result<Examined, StorageError> {
     let examined = examine(formats, format, place).await?;
     let is_model = format.info().name == HuggingFaceFormat.info().name && place.file().is_none();
-    let opens = examined.problem.is_some() && is_model && main_model_is_whole(place).await?;
+    // What is wrong is wrong with a variant, and loaders open the model.
+    let opens = examined.problem.is_some()
+        && is_model
+        && has_variants(place)
+        && model_is_whole(place, Weights::Main).await?;
     Ok(examined.with_opens(opens))
 }
 
@@ -61,9 +65,40 @@ async fn examine(
         more => format!("{first}; {more} more files are incomplete"),
     });
     if examined.problem.is_none() && !place.has_any_known() {
+        examined.problem = problem_of_part(formats, format, place).await?;
+    }
+    if examined.problem.is_none() && !place.has_any_known() {
         examined.problem = contradiction(formats, format, place, &mut examined.index).await?;
     }
     Ok(examined)
+}
+
+/// The problem of a checkpoint in a folder below a model that belongs to the same step, such as its optimizer. Other
+/// folders may be other checkpoints, as where a run has its last model beside its steps.
+async fn problem_of_part(
+    formats: &FormatRegistry,
+    format: &dyn CheckpointFormat,
+    place: &Place,
+) -> Result<Option<String>, StorageError> {
+    if !format.info().model_folders || place.file().is_some() {
+        return Ok(None);
+    }
+    let root = place.listing().root();
+    for part in root.folders().filter(|folder| is_part_folder(folder.name())) {
+        let Some(found) = formats.classify(&part) else { continue };
+        let problem = match found.found.problem {
+            Some(problem) => Some(problem),
+            None if !found.found.is_checkpoint() => None,
+            None => {
+                let part = place.below(part.path())?;
+                Box::pin(examine(formats, &*found.format, &part)).await?.problem
+            }
+        };
+        if let Some(problem) = problem {
+            return Ok(Some(format!("{}: {problem}", part.name())));
+        }
+    }
+    Ok(None)
 }
 
 /// What shows that the save did not finish, or elements of a tensor that no chunk holds: the files of a rank
@@ -105,8 +140,8 @@ fn is_by_ranks(folder: &Folder<'_>) -> bool {
         && folder.files().any(|(name, _)| is_rank(name))
 }
 
-/// Why the checkpoint in a folder, or the one file of `place`, is not complete: by its names, and by
-/// [`examine_checkpoint`]. `None` for a complete one, and for a folder without a checkpoint.
+/// Why the checkpoint in a folder, or the one file of `place`, is not complete: the problem of
+/// [`examined`].
 ///
 /// # Errors
 ///
@@ -115,24 +150,33 @@ pub async fn incomplete(
     formats: &FormatRegistry,
     place: &Place,
 ) -> Result<Option<String>, StorageError> {
-    let examined = match place.file() {
-        Some(file) => match formats.recognize_file(place.storage(), file).await {
-            Ok(format) => examine_checkpoint(formats, &**format, place).await?,
-            Err(CheckpointError::Storage(error)) => return Err(error),
-            Err(_) => return Ok(None),
-        },
-        None => match formats.classify(&place.listing().root()) {
+    Ok(examined(formats, place).await?.problem)
+}
+
+/// Examines the checkpoint in a folder, or the one file of `place`: by its names, and by
+/// [`examine_checkpoint`]. A folder without a checkpoint has no problem.
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn examined(formats: &FormatRegistry, place: &Place) -> Result<Examined, StorageError> {
+    let Some(file) = place.file() else {
+        return match formats.classify(&place.listing().root()) {
             // A storage that cannot list does not show which names there are.
             Some(FolderMatch { found: Recognized { problem: Some(problem), .. }, .. })
                 if place.storage().capabilities().listable =>
             {
-                return Ok(Some(problem));
+                Ok(Examined::new(Some(problem)))
             }
-            Some(found) => examine_checkpoint(formats, &*found.format, place).await?,
-            None => return Ok(None),
-        },
+            Some(found) => examine_checkpoint(formats, &*found.format, place).await,
+            None => Ok(Examined::default()),
+        };
     };
-    Ok(examined.problem)
+    match formats.recognize_file(place.storage(), file).await {
+        Ok(format) => examine_checkpoint(formats, &**format, place).await,
+        Err(CheckpointError::Storage(error)) => Err(error),
+        Err(_) => Ok(Examined::default()),
+    }
 }
 
 /// The problem of an index that begins with zeros. One file is read: that of PyTorch's format where there

@@ -12,7 +12,7 @@ use dcp_core::format::{
 use dcp_core::storage::StorageExt;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError};
 use dcp_formats::dcp::DcpFormat;
-use dcp_formats::hf::HuggingFaceFormat;
+use dcp_formats::hf::{HuggingFaceFormat, forgotten_shard};
 use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
 use dcp_formats::torch_save::TorchSaveFormat;
 use serde::Deserialize;
@@ -61,8 +61,15 @@ fn missing_file(folder: &Folder<'_>, json: &[u8]) -> Option<String> {
     match serde_json::from_slice::<Index>(json) {
         Ok(Index { weight_map }) if weight_map.is_empty() => Some(NAMES_NOTHING.to_owned()),
         Ok(Index { weight_map }) => {
-            let missing = weight_map.into_values().find(|file| !folder.has(file))?;
-            Some(format!("names {missing:?}, which is missing"))
+            match forgotten_shard(weight_map.values().map(|file| &**file)) {
+                Some(shard) => {
+                    Some(format!("names no {shard:?}, which the names of its other files count"))
+                }
+                None => {
+                    let missing = weight_map.into_values().find(|file| !folder.has(file))?;
+                    Some(format!("names {missing:?}, which is missing"))
+                }
+            }
         }
         Err(_) if is_lfs_pointer(json) => Some(LFS_PROBLEM.to_owned()),
         Err(error) => Some(format!("cannot be read: {error}")),

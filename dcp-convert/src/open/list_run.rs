@@ -1,7 +1,7 @@
 //! The checkpoints in a directory: what each is, whether it is whole, how large, how old.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -47,6 +47,10 @@ pub struct RunListing {
     /// What is wrong with the tracker of a run of Megatron-LM, where it names no whole checkpoint.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tracker_problem: Option<String>,
+    /// Links that are not followed and belong to none of the entries, such as a part of the step that the directory
+    /// is; each with the reason.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub unread: BTreeMap<String, String>,
 }
 
 /// A checkpoint in a directory.
@@ -260,7 +264,8 @@ pub async fn list_run_without(
         Some(own) => listed.push(Listed::folder(".", &root, own, run.truncated)),
         None => run.other += list_files(&**storage, formats, files, &mut listed).await?,
     }
-    mark_unread(unread, &mut listed);
+    let others = mark_unread(unread, &mut listed);
+    run.unread = others.into_iter().map(|(key, why)| (key.as_str().to_owned(), why)).collect();
     if let Some(tracker) = &tracker {
         mark_unfinished(tracker, &mut listed);
     }

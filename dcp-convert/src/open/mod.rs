@@ -15,7 +15,7 @@ use crate::source::Source;
 
 use self::formats::formats;
 
-pub use examine::{examine_checkpoint, incomplete};
+pub use examine::{examine_checkpoint, examined, incomplete};
 pub use list_run::{EntryKind, RunEntry, RunListing, list_run_without};
 pub use unread_files::UnreadFiles;
 

@@ -134,18 +134,20 @@ impl DcpFiles {
     }
 }
 
+/// Whether a folder of this name has a part of the step around it, and is no step of its own.
+#[must_use]
+pub fn is_part_folder(name: &str) -> bool {
+    const PARTS: [&str; 5] = ["model", "optimizer", "optim", "ckpt", "checkpoint"];
+    // Of accelerate, with the number of the model or the optimizer.
+    const NUMBERED: [&str; 2] = ["pytorch_model_fsdp_", "optimizer_"];
+    PARTS.contains(&name) || NUMBERED.iter().any(|start| name.starts_with(start))
+}
+
 /// Checkpoints in folders below that belong together, such as the model and the optimizer of accelerate. Of
 /// several the first that is committed is named, the model before its optimizer. Folders below a run are
 /// checkpoints of their own: they are one together only if each has the name of a part, or one is an
 /// optimizer and no two have the same name but for a number, as steps have.
 fn nested(folder: &Folder<'_>) -> Option<Recognized> {
-    const PARTS: [&str; 5] = ["model", "optimizer", "optim", "ckpt", "checkpoint"];
-    // Of accelerate, with the number of the model or the optimizer.
-    const NUMBERED: [&str; 2] = ["pytorch_model_fsdp_", "optimizer_"];
-    let is_part = |name: &str| {
-        let is_numbered = || NUMBERED.iter().any(|start| name.starts_with(start));
-        PARTS.contains(&name) || is_numbered()
-    };
     let found = nested_files(folder);
     let has_parts = || {
         let stem = |path: &str| path.trim_end_matches(|c: char| c.is_ascii_digit()).to_owned();
@@ -155,7 +157,7 @@ fn nested(folder: &Folder<'_>) -> Option<Recognized> {
             && found.iter().any(is_optimizer)
             && found.iter().all(|(path, _)| !path.contains('/'))
     };
-    if !found.iter().all(|(path, _)| is_part(path)) && !has_parts() {
+    if !found.iter().all(|(path, _)| is_part_folder(path)) && !has_parts() {
         return None;
     }
     let mut committed = found.iter().filter(|(_, files)| files.is_committed());

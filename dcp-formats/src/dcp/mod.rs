@@ -26,7 +26,7 @@ mod zstd_encoder;
 pub use crate::chunk_crcs::ChunkCrcs;
 pub use by_rank::Differing;
 pub use commit::{claim, remove_unreferenced, replace_metadata, sidecar_of};
-pub use format::{DcpFiles, DcpFormat, EXAMINED_INDEX_MAX};
+pub use format::{DcpFiles, DcpFormat, EXAMINED_INDEX_MAX, is_part_folder};
 pub use names::data_file;
 pub use reader::{DcpReader, DcpReaderBuilder};
 pub use sidecar::{Sidecar, SidecarFile};

@@ -130,7 +130,12 @@ impl Series {
 /// The series and number of a file. Files of a rank's parts
 /// (`shard-00001-model-00001-of-00001.safetensors`) have no index.
 pub(super) fn series(name: &str) -> Option<(Series, u32)> {
-    let (front, count) = name.strip_suffix(ENDING)?.rsplit_once("-of-")?;
+    series_of(name.strip_suffix(ENDING)?)
+}
+
+/// The series and number of a file, by its name without the ending.
+fn series_of(name: &str) -> Option<(Series, u32)> {
+    let (front, count) = name.rsplit_once("-of-")?;
     let (stem, number) = front.rsplit_once('-')?;
     let parse = |text: &str| -> Option<u32> {
         let plain = text.len() >= DIGITS_MIN && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -142,6 +147,27 @@ pub(super) fn series(name: &str) -> Option<(Series, u32)> {
     });
     let counted = (1..=count).contains(&number) && !is_ranks;
     counted.then(|| (Series { stem: stem.to_owned(), count }, number))
+}
+
+/// A shard that an index forgets: its number is among those that the names of the index's files count, as in
+/// `model-00001-of-00003.safetensors`, the index names no file of that number, and fewer files than they count: a
+/// shard may have another name. Writers give numbers to files with tensors alone, so its tensors are lost. The files
+/// are of safetensors or `.bin`.
+#[must_use]
+pub fn forgotten_shard<'a>(files: impl IntoIterator<Item = &'a str>) -> Option<String> {
+    let mut all: BTreeMap<(Series, &str), BTreeSet<u32>> = BTreeMap::new();
+    let files: BTreeSet<&str> = files.into_iter().collect();
+    for file in files.iter().copied() {
+        let ending = file.rfind('.').map_or("", |dot| &file[dot..]);
+        if let Some((series, number)) = file.strip_suffix(ending).and_then(series_of) {
+            all.entry((series, ending)).or_default().insert(number);
+        }
+    }
+    all.into_iter().find_map(|((Series { stem, count }, ending), named)| {
+        let is_fewer = files.len() < count as usize;
+        let number = (1..=count).find(|number| is_fewer && !named.contains(number))?;
+        Some(format!("{stem}-{number:05}-of-{count:05}{ending}"))
+    })
 }
 
 /// The number and count in `…-00001-of-00002.safetensors`.
@@ -210,6 +236,24 @@ mod tests {
         assert_eq!(files, expected);
         let huge = look(&["model-00001-of-4294967295.safetensors"]).findings;
         assert_eq!(huge.len(), NAMED_MAX + 1);
+    }
+
+    #[test]
+    fn an_index_names_every_number_that_its_names_count() {
+        for (files, forgotten) in [
+            (&["m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors"][..], None),
+            (&["m-00001-of-00002.bin"], Some("m-00002-of-00002.bin")),
+            (&["a/m.fp16-00002-of-00002.safetensors"], Some("a/m.fp16-00001-of-00002.safetensors")),
+            (
+                &["m-00001-of-00001.safetensors", "n-00001-of-00003.bin"],
+                Some("n-00002-of-00003.bin"),
+            ),
+            (&["m.safetensors", "shard-00001-m-00001-of-00002.safetensors", "é", "-of-"], None),
+            (&["m-00001-of-00002.safetensors", "blob"], None),
+            (&["m-00001-of-4294967295.bin"], Some("m-00002-of-4294967295.bin")),
+        ] {
+            assert_eq!(forgotten_shard(files.iter().copied()).as_deref(), forgotten, "{files:?}");
+        }
     }
 
     #[test]

@@ -6,11 +6,10 @@ use dcp_core::format::{Examined, Folder, Place};
 use dcp_core::storage::{ObjectMeta, StorageExt as _};
 use dcp_core::{Key, StorageError, StorageErrorKind};
 
-use super::ENDING;
-use super::complete::series;
+use super::complete::{forgotten_shard, series};
 use super::index_file::{INDEX_NAME, IndexFile, NAMES_NOTHING};
 use super::other_program::IS_DELTA;
-use super::variants::{IndexName, without_variants};
+use super::variants::IndexName;
 use crate::dcp::EXAMINED_INDEX_MAX;
 use crate::incomplete_files::{LFS_PROBLEM, first_incomplete, is_lfs_pointer};
 use crate::indexed_tensors::IndexedTensors;
@@ -41,6 +40,9 @@ pub(super) async fn examine_indexes(place: &Place) -> Result<Examined, StorageEr
         };
         if read.is_delta {
             return Ok(Examined::of_other_program(IS_DELTA));
+        }
+        if let Some(problem) = forgets(name, &read) {
+            return Ok(Examined::new(Some(problem)));
         }
         let files: BTreeSet<&Key> = read.files().collect();
         let mut missing = MissingFiles::default();
@@ -104,39 +106,6 @@ pub(crate) async fn indexed_tensors(place: &Place) -> Result<IndexedTensors, Sto
     Ok(tensors)
 }
 
-/// Whether a folder has variants of a model, and the model itself is whole: what is wrong with the folder is
-/// wrong with a variant, and loaders open the model.
-///
-/// # Errors
-///
-/// When the storage fails.
-pub async fn main_model_is_whole(place: &Place) -> Result<bool, StorageError> {
-    let folder = place.listing().root();
-    let weights = folder.files().filter(|(name, _)| name.ends_with(ENDING));
-    let keys = weights.map(|(_, meta)| meta.key.clone()).collect();
-    let (main, variants) = without_variants(keys);
-    if main.is_empty() || variants.is_empty() && !has_variant_index(&folder) {
-        return Ok(false);
-    }
-    let metas = main.iter().filter_map(|key| place.listing().get(key).cloned());
-    let metas: Vec<_> = metas.collect();
-    let is_there = match folder.file(INDEX_NAME) {
-        // Of a series without an index nothing says which tensors it has.
-        None => main.iter().all(|key| series(key.file_name()).is_none()),
-        Some(meta) => match read(place, meta).await? {
-            Ok(index) => index.files().all(|file| folder.has(file.as_str())),
-            Err(_) => false,
-        },
-    };
-    let tensors = indexed_tensors(place).await?;
-    Ok(is_there && first_incomplete(&**place.storage(), &metas, &tensors).await?.is_none())
-}
-
-fn has_variant_index(folder: &Folder<'_>) -> bool {
-    let variant = |name| IndexName::parse(name).is_some_and(|index| index.variant.is_some());
-    folder.files().any(|(name, _)| variant(name))
-}
-
 /// Compares one index, which is opened by its name, with its files.
 pub(super) async fn examine_index_file(
     place: &Place,
@@ -154,6 +123,9 @@ pub(super) async fn examine_index_file(
         Ok(read) => read,
         Err(problem) => return Ok(Examined::new(Some(format!("{file} {problem}")))),
     };
+    if let Some(problem) = forgets(file.as_str(), &read) {
+        return Ok(Examined::new(Some(problem)));
+    }
     let folder = file.as_str().strip_suffix(file.file_name()).unwrap_or_default();
     let mut found = Vec::new();
     for named in read.files() {
@@ -169,6 +141,12 @@ pub(super) async fn examine_index_file(
     let mut tensors = IndexedTensors::default();
     tensors.add(file, read.weight_map);
     Ok(Examined::new(first_incomplete(&**storage, &found, &tensors).await?))
+}
+
+/// The problem of the index `name`, if it [forgets a shard](forgotten_shard).
+fn forgets(name: &str, index: &IndexFile) -> Option<String> {
+    let forgotten = forgotten_shard(index.files().map(Key::as_str))?;
+    Some(format!("the {name} names no {forgotten:?}, which the names of its other files count"))
 }
 
 /// Reads an index; what is wrong with it is the predicate of a sentence.

@@ -33,12 +33,11 @@ mod write;
 
 pub(crate) use crate::safetensors::ENDING;
 pub use crate::safetensors::INDEX_ENDING;
-pub use complete::UNFINISHED_NAME;
+pub use complete::{UNFINISHED_NAME, forgotten_shard};
 pub use finding::{Finding, FindingKind};
 pub use format::HuggingFaceFormat;
 pub use index_file::{INDEX_NAME, IndexFile};
 pub(crate) use indexed_files::indexed_tensors;
-pub use indexed_files::main_model_is_whole;
 pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES, SINGLE_NAME};
 pub use pending_folder::PendingFolder;
 pub use quantized::{
@@ -48,7 +47,7 @@ pub use quantized::{
 pub use rank_writer::{HfRankWriter, HfRankWriterBuilder};
 pub use reader::{HfReader, HfReaderBuilder};
 pub use sidecar_files::{CONFIG_ASIDE, CONFIG_NAME};
-pub use whole_model::model_is_whole;
+pub use whole_model::{Weights, has_variants, model_is_whole};
 pub use write::{
     ChosenFolder, HfWriteOptions, HfWritten, choose_folder, file_byte_lens, prepare_folder,
     refuse_existing, write_folder,

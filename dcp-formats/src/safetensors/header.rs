@@ -1,5 +1,6 @@
 //! Parses the header of a safetensors image.
 
+use std::cmp::Ordering;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -122,29 +123,63 @@ impl Header {
     pub(crate) fn range_problem(&self, data_len: u64) -> Option<RangeProblem> {
         let mut sorted: Vec<_> = self.tensors.iter().collect();
         sorted.sort_by_key(|(_, info)| (info.byte_range.start, info.byte_range.end));
-        let mut end = 0;
-        for (name, info) in sorted {
-            let Range { start, end: next } = info.byte_range;
-            if start != end {
-                let kind = if start < end { Ranges::Overlap } else { Ranges::Gap };
-                let problem = format!("{name:?} begins at {start} of the data, not at {end}");
-                return Some(RangeProblem { kind, name: Some(Arc::clone(name)), problem });
-            }
-            if next > data_len {
-                let (kind, name) = (Ranges::Short, Some(Arc::clone(name)));
-                let problem = format!(
-                    "{name:?} ends at {next} of the data, which has only {data_len} bytes: the file \
-                     was cut short",
-                    name = name.as_deref().unwrap_or_default()
-                );
+        let ranges = sorted.iter().map(|(_, info)| (info.byte_range.start, info.byte_range.end));
+        let end = match contiguous_end(ranges, data_len) {
+            Ok(end) => end,
+            Err(Discontinuity { position, kind, start, next, end }) => {
+                let name = sorted.get(position).map(|(name, _)| Arc::clone(name));
+                let tensor = name.as_deref().unwrap_or_default();
+                let problem = if kind == Ranges::Short {
+                    format!(
+                        "{tensor:?} ends at {next} of the data, which has only {data_len} bytes: the \
+                         file was cut short"
+                    )
+                } else {
+                    format!("{tensor:?} begins at {start} of the data, not at {end}")
+                };
                 return Some(RangeProblem { kind, name, problem });
             }
-            end = next;
-        }
+        };
         let kind = Ranges::Long;
         let problem = format!("the tensors have {end} bytes, the data has {data_len}");
         (end != data_len).then_some(RangeProblem { kind, name: None, problem })
     }
+}
+
+/// The first tensor, in the order of offsets, that does not begin at the end of the one before.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Discontinuity {
+    /// The tensor's position in that order.
+    pub(crate) position: usize,
+    pub(crate) kind: Ranges,
+    /// The tensor's start and end.
+    pub(crate) start: u64,
+    pub(crate) next: u64,
+    /// The end of the tensor before.
+    pub(crate) end: u64,
+}
+
+/// The end of the last of these ranges, which are sorted, each a start and an end: the library refuses data
+/// with a gap or a shared byte. A range that ends before it starts overlaps the one before.
+pub(crate) fn contiguous_end(
+    sorted: impl IntoIterator<Item = (u64, u64)>,
+    data_len: u64,
+) -> Result<u64, Discontinuity> {
+    let mut end = 0;
+    for (position, (start, next)) in sorted.into_iter().enumerate() {
+        let kind = match start.cmp(&end) {
+            _ if next < start => Ranges::Overlap,
+            Ordering::Less => Ranges::Overlap,
+            Ordering::Greater => Ranges::Gap,
+            Ordering::Equal if next > data_len => Ranges::Short,
+            Ordering::Equal => {
+                end = next;
+                continue;
+            }
+        };
+        return Err(Discontinuity { position, kind, start, next, end });
+    }
+    Ok(end)
 }
 
 /// A problem of the ranges of an image's tensors.

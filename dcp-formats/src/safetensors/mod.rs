@@ -17,8 +17,8 @@ mod write;
 
 pub use dtype::{dtype_name, parse_dtype};
 pub use encode::{EncodedHeader, SafetensorsItem, encode_header};
+pub(crate) use header::{Discontinuity, RangeProblem, Ranges, RawTensor, contiguous_end};
 pub use header::{Header, PREFIX_LEN, TensorInfo, header_len};
-pub(crate) use header::{RangeProblem, Ranges, RawTensor};
 pub(crate) use image::{Image, read_image};
 #[cfg(feature = "safetensors")]
 pub use library::{LibraryTensor, from_safetensors, to_safetensors};

@@ -124,6 +124,12 @@ impl UnshardOptions {
         self
     }
 
+    /// Whether the optimizer's state is written, too.
+    #[must_use]
+    pub fn writes_optim(&self) -> bool {
+        self.optim
+    }
+
     /// Sets whether existing files are replaced.
     #[must_use]
     pub fn save_overwrite(mut self, overwrite: bool) -> Self {

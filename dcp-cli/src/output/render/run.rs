@@ -43,14 +43,19 @@ pub(crate) fn render(uri: &str, listing: &RunListing, out: &Output) -> String {
         let [w0, w1, w2, w3, w4] = widths;
         [left(name, w0), left(kind, w1), left(state, w2), right(bytes, w3), right(age, w4)]
     };
-    let mut text = format!("{}\n", style.dim(line(titles).join("  ").trim_end()));
+    let has_notes = |entry: &RunEntry| notes(entry, is_latest(listing, entry)).next().is_some();
+    let mut titles = line(titles).join("  ");
+    if listing.entries.iter().any(has_notes) {
+        titles.push_str("  NOTE");
+    }
+    let mut text = format!("{}\n", style.dim(titles.trim_end()));
     for (row, entry) in rows.iter().zip(&listing.entries) {
         let [name, kind, state, bytes, age] = line(row.each_ref().map(String::as_str));
         let state = match entry.complete {
             Some(true) => style.good(&state),
             _ => style.bad(&state),
         };
-        let is_latest = listing.latest.as_ref() == Some(&entry.name);
+        let is_latest = is_latest(listing, entry);
         let name = if is_latest { style.bold(&name) } else { name };
         let mut row = format!("{name}  {kind}  {state}  {bytes}  {age}");
         for note in notes(entry, is_latest) {
@@ -73,6 +78,10 @@ fn state(entry: &RunEntry) -> &'static str {
         Some(false) => "incomplete",
         None => "unknown",
     }
+}
+
+fn is_latest(listing: &RunListing, entry: &RunEntry) -> bool {
+    listing.latest.as_ref() == Some(&entry.name)
 }
 
 fn notes(entry: &RunEntry, is_latest: bool) -> impl Iterator<Item = &'static str> {

@@ -223,12 +223,13 @@ impl MappingOptions {
         };
         if let Some(config) = &given {
             // The model is opened with it, so that is how many tokens there are.
-            let described = facts.described_by(&mapping.read_config(config, true)?.0);
+            let described = mapping.read_config(config, true);
+            let described = described.and_then(|(stated, _)| facts.described_by(&stated));
             facts = described.map_err(|error| {
                 // The folder that was named is wrong, not the checkpoint.
-                Error::from(error)
-                    .with_kind(ErrorKind::InvalidOption)
-                    .with_hint("pass --config with the folder of this model, or leave it out")
+                Error::from(error).with_kind(ErrorKind::InvalidOption).with_hint(
+                    "pass --config with the folder of this model, or correct its config.json",
+                )
             })?;
         }
         how.ignore_arguments = self.ignore_args || config.is_some();

@@ -350,6 +350,12 @@ fn a_file_and_a_missing_run_are_errors_as_of_ls() {
         dcp(["prune", place, "--keep-last", "1", "--yes"]).fails(exit, &[said]);
         dcp(["prune", place, "--pin", "1"]).fails(exit, &[said]);
     }
+    let step = format!("{uri}/step-1");
+    for policy in [&["--keep-last", "1"][..], &["--incomplete", "--min-age", "0s"]] {
+        let args = ["prune", &*step, "--yes"].into_iter().chain(policy.iter().copied());
+        dcp(args).fails(2, &["is no directory of a run", "has the steps of the run"]);
+    }
+    assert!(folder.path().join("step-1/.metadata").exists());
 }
 
 /// A step of a transformers trainer in `run`: a model, and the state of the trainer.

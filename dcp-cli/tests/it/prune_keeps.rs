@@ -319,4 +319,9 @@ fn a_step_that_a_file_names_by_its_number_stays() {
         assert_eq!(gone, ["step-20"], "{plan:#}");
         assert_eq!(reason(&plan, "step-10"), "\"best.json\" names it");
     }
+    for name in ["BEST", ".best", "Best.txt", ".latest"] {
+        let run = dcp_run(&[10, 20, 30]);
+        fs::write(run.path().join(name), "step-10").unwrap();
+        assert_eq!(last(&run).0, ["step-20"], "{name}");
+    }
 }

@@ -97,3 +97,20 @@ fn there_may_be_nothing_to_list() {
     assert_eq!(unfinished.count(), 0, "{entries:?}");
     assert!(entries.len() > 30, "{}", entries.len());
 }
+
+#[test]
+fn a_linked_part_of_a_step_is_named() {
+    let (step, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    for (part, fixture) in [
+        (step.path().join("pytorch_model_fsdp_0"), "t21_plain"),
+        (outside.path().join("optimizer"), "fsdp2_adam_2r"),
+    ] {
+        dcp_testing::copy_folder(&fixtures().join(fixture), &part);
+    }
+    let link = step.path().join("optimizer_0");
+    std::os::unix::fs::symlink(outside.path().join("optimizer"), link).unwrap();
+    let listed = dcp(["ls", &path(&step, "")]);
+    assert!(listed.stderr.contains("note: not looking into \"optimizer_0\""), "{}", listed.stderr);
+    let listing = dcp(["ls", &path(&step, ""), "--json"]).json();
+    assert!(listing["unread"]["optimizer_0"].is_string(), "{listing:#}");
+}

@@ -233,6 +233,14 @@ fn a_file_where_a_directory_is_needed_is_said_to_be_one() {
     dcp(["ls", file]).fails(2, &["is a file, and a directory is needed"]);
     dcp(["rewrite-metadata", file, "--to=torch"])
         .fails(2, &["is a file, and a directory is needed"]);
+    let folder = tempfile::tempdir().unwrap();
+    let out = path(&folder, "out");
+    dcp(["copy", file, &out]).fails(2, &["is a file, and a directory is needed"]);
+    for command in [&["ls", "/dev/null"][..], &["copy", "/dev/null", &out]] {
+        dcp(command.iter().copied())
+            .fails(2, &["\"/dev/null\" is a device, a pipe or a socket, and a directory is needed"]);
+    }
+    assert!(!std::path::Path::new(&out).exists());
 }
 
 #[test]

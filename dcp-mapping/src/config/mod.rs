@@ -100,6 +100,7 @@ impl Mapping {
         };
         let mut problems = self.beyond_megatron(fields);
         let fields = &self.with_absent(fields);
+        self.refuse_no_heads(fields)?;
         let mut facts = Facts::new();
         for (field, arg) in &self.config.fields {
             let Some(value) = fields.get(field).filter(|value| !value.is_null()) else { continue };
@@ -140,6 +141,10 @@ impl Mapping {
             if let Some(head) = head {
                 facts.complete("kv_channels", head);
             }
+            if facts.get_u64("kv_channels")? == Some(0) {
+                let problem = "that is more heads than hidden_size has channels";
+                return Err(bad(self.field_of("num_attention_heads"), &heads.into(), problem));
+            }
             let grouped = facts.query_groups(heads)? != heads;
             facts.set("group_query_attention", grouped);
         }
@@ -152,6 +157,25 @@ impl Mapping {
         let mut notes = Vec::new();
         settle(problems, ignore, &mut notes)?;
         Ok((facts, notes))
+    }
+
+    /// The field of `config.json` for an argument of Megatron's, which has the argument's name as a rule.
+    fn field_of<'a>(&'a self, arg: &'a str) -> &'a str {
+        let fields = &self.config.fields;
+        fields.iter().find(|(_, known)| *known == arg).map_or(arg, |(field, _)| field)
+    }
+
+    /// Refuses heads that no model has. Every shape of attention is a product of these numbers, so an error
+    /// about a shape would not name the setting.
+    fn refuse_no_heads(&self, fields: &Map<String, Value>) -> Result<(), MappingError> {
+        for arg in ["num_attention_heads", "num_query_groups", "kv_channels"] {
+            let field = self.field_of(arg);
+            let value = fields.get(field).filter(|value| !value.is_null());
+            if let Some(value) = value.filter(|value| value.as_u64().is_none_or(|size| size == 0)) {
+                return Err(bad(field, value, "it must be a whole number from 1"));
+            }
+        }
+        Ok(())
     }
 
     /// The fields, and what transformers takes for those that are not there. Null is there.

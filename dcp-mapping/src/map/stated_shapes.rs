@@ -3,6 +3,7 @@
 use dcp_core::CheckpointMetadata;
 use serde_json::Value;
 
+use crate::config::incompatibilities::same;
 use crate::config::original_config::OWN_CONFIG;
 use crate::error::MappingError;
 use crate::facts::{Facts, bad};
@@ -24,11 +25,13 @@ pub(crate) fn check(
     if mapping.program().is_none() {
         return Ok(());
     }
-    let own = facts.get(OWN_CONFIG).and_then(|config| config.get("model_type"));
-    if let (Some(own), Some(usual)) = (own, mapping.config.constants.get("model_type"))
-        && own != usual
-    {
-        return Err(bad("model_type", own, &format!("the names are made for {usual}")));
+    if let Some(own) = facts.get(OWN_CONFIG) {
+        for (setting, usual) in &mapping.config.constants {
+            if let Some(stated) = own.get(setting).filter(|stated| !is_usual(stated, usual)) {
+                let problem = format!("the names are made for {usual}");
+                return Err(bad(setting, stated, &problem));
+            }
+        }
     }
     let fields = &mapping.config.fields;
     let is_bias = |name: &str| name.ends_with(".bias");
@@ -63,6 +66,18 @@ pub(crate) fn check(
         }
     }
     Ok(())
+}
+
+/// Whether a setting is that of a family, or says nothing. Of a list, such as the classes of a model, it has to be
+/// among the elements.
+fn is_usual(stated: &Value, usual: &Value) -> bool {
+    match (stated, usual) {
+        (Value::Null, _) => true,
+        (Value::Array(stated), Value::Array(usual)) => {
+            stated.is_empty() || usual.iter().all(|one| stated.contains(one))
+        }
+        _ => same(stated, usual),
+    }
 }
 
 /// The product of settings; `None` where one is not stated.

@@ -10,14 +10,14 @@ const PACKED_STATE: &[&str] = &["absmax", "quant_map", "nested_absmax", "nested_
 const PACKED_STATE_START: &str = "quant_state";
 /// The packed weight of HQQ, whose bytes may be stored as floats.
 const HQQ_WEIGHT: &str = "W_q";
-/// What code books are called that AQLM and VPTQ keep next to codes, and that may be larger than these.
+/// The names of code books that AQLM and VPTQ keep next to codes, and that may be larger than these.
 const CODE_BOOKS: &[&str] = &["codebooks", "centroids", "res_centroids"];
 /// The endings of names of scales, in a checkpoint with packed weights.
 const SCALE_ENDINGS: &[&str] = &["_scale", "_scale_inv", "_scale_2", "_scales", "_zero_point"];
 /// Names of scales that are whole names.
 const SCALES: &[&str] = &["scale", "scales", "SCB"];
-/// What the bias that balances the experts of a router is called in DeepSeek, torchtitan, LFM2, AFMoE,
-/// OLMo, Ernie and Megatron-Core: each name says whose bias it is, unlike that of a layer.
+/// Words in the names of the bias that balances the experts of a router in DeepSeek, torchtitan, LFM2,
+/// AFMoE, OLMo, Ernie and Megatron-Core: each name says whose bias it is, unlike that of a layer.
 const BALANCING: &[&str] = &["expert", "score", "correction", "balanc", "routing"];
 
 /// The tensors of a checkpoint that keep their dtype when weights are cast: what [`is_exact`] names,
@@ -39,7 +39,7 @@ const BALANCING: &[&str] = &["expert", "score", "correction", "balanc", "routing
 #[derive(Clone, Debug, Default)]
 pub struct ExactTensors {
     names: HashSet<String>,
-    /// Those in modules that have scales by name.
+    /// The tensors in modules that have scales by name.
     scaled: HashSet<String>,
     /// The first tensor that has scales of packed weights.
     scales: Option<String>,

@@ -1,6 +1,6 @@
 //! The layouts of floats of up to 16 bits, and what their bits mean.
 
-/// What the all-ones exponent of a small float means.
+/// The meaning of the all-ones exponent of a small float.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Specials {
     /// Infinities and NaNs, as IEEE 754 has them.
@@ -20,9 +20,9 @@ pub struct SmallFloat {
     pub exponent: u32,
     /// Bits of the mantissa.
     pub mantissa: u32,
-    /// What is added to the exponent.
+    /// The number that is added to the exponent.
     pub bias: i32,
-    /// What the largest exponent means.
+    /// The meaning of the largest exponent.
     pub specials: Specials,
 }
 

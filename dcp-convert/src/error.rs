@@ -28,7 +28,7 @@ pub enum ConvertError {
     BadSlice {
         /// The slice as given.
         slice: String,
-        /// What is wrong with it.
+        /// The problem with it.
         problem: String,
     },
     /// The target exists, and the job may not replace it.
@@ -78,7 +78,7 @@ pub enum ConvertError {
     NotStorable {
         /// The tensor or object.
         fqn: String,
-        /// Why it cannot be stored, and the alternative; a predicate.
+        /// The reason that it cannot be stored, and the alternative; a predicate.
         problem: String,
     },
     /// The target's format can store no part of the checkpoint, or not in this form.
@@ -86,7 +86,7 @@ pub enum ConvertError {
     NoForm {
         /// The checkpoint, its objects or its metadata.
         what: String,
-        /// Why it cannot be stored, and the alternative; a predicate.
+        /// The reason that it cannot be stored, and the alternative; a predicate.
         problem: String,
     },
     /// Elements have no conversion to the requested dtype.
@@ -97,12 +97,12 @@ pub enum ConvertError {
         /// The dtypes, and why not; a predicate.
         problem: String,
     },
-    /// What is requested exists only of tensors.
+    /// A request for something that only tensors have.
     #[error("{fqn} is not a tensor, so it has no {part}; leave that option out", fqn = Quoted(.fqn))]
     NotATensor {
         /// The object.
         fqn: String,
-        /// What was requested of it, such as "slices".
+        /// The requested part of it, such as "slices".
         part: &'static str,
     },
     /// There is more than a form of output, or the memory of a job, is for.
@@ -110,7 +110,7 @@ pub enum ConvertError {
     TooLarge {
         /// The tensor or checkpoint.
         what: String,
-        /// How much is possible, with the unit.
+        /// The possible maximum, with the unit.
         limit: String,
         /// Another way to the same data.
         instead: &'static str,
@@ -120,7 +120,7 @@ pub enum ConvertError {
     InvalidOption {
         /// The option, or its value.
         option: String,
-        /// Why it is invalid, and what is valid; a predicate.
+        /// The reason that it is invalid, and what is valid; a predicate.
         problem: String,
     },
     /// The names of a selection or mapping match no entry.
@@ -132,7 +132,7 @@ pub enum ConvertError {
     /// A task of a job panicked, or its runtime is shutting down.
     #[error("a task that {task} did not finish: {problem}", problem = Message(.problem))]
     Task {
-        /// What the task does, such as "compares elements".
+        /// The work of the task, such as "compares elements".
         task: &'static str,
         /// The panic, or the reason of the runtime.
         problem: String,

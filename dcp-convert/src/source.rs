@@ -202,7 +202,7 @@ impl Source {
         self.single_pickle.as_ref()
     }
 
-    /// What its index says besides tensors and objects; a view has none of it.
+    /// The facts of its index besides tensors and objects; a view has none of them.
     pub(crate) async fn index_facts(&self) -> Result<IndexFacts, CheckpointError> {
         match &self.audit {
             Some(audit) => audit.index_facts().await,

@@ -1,4 +1,4 @@
-//! How far compressed items may expand: the limit that readers apply and writers keep.
+//! The expansion limit of compressed items, which readers apply and writers keep.
 
 /// The maximum ratio of decompressed to stored size beyond the sizes that are always allowed. Only
 /// near-zero data exceeds it.
@@ -10,7 +10,7 @@ const OBJECT_MAX: u64 = 1 << 30;
 /// The size to which a chunk may always be decompressed, even if only a part of it is needed.
 const CHUNK_ALWAYS: u64 = 1 << 30;
 
-/// What an item is: objects are needed whole, and their size is in no index.
+/// The kind of an item: objects are needed whole, and their size is in no index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ItemKind {
     Object,

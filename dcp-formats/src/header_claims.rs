@@ -1,4 +1,4 @@
-//! What a safetensors header claims of its data, read without keeping the header.
+//! The claims of a safetensors header about its data, read without keeping the header.
 
 use std::fmt;
 

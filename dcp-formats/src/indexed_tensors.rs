@@ -24,7 +24,7 @@ struct Indexed {
     folder: String,
     /// The file of each tensor.
     weight_map: IndexMap<Arc<str>, Key>,
-    /// How many tensors are in each file, by its name in the index.
+    /// The number of tensors in each file, by its name in the index.
     counts: HashMap<Key, usize>,
 }
 
@@ -63,7 +63,7 @@ impl IndexedTensors {
     }
 }
 
-/// What the indexes place in one file.
+/// The tensors that the indexes place in one file.
 pub(crate) struct FileTensors<'a> {
     indexes: Vec<InIndex<'a>>,
 }

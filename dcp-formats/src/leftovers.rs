@@ -46,7 +46,7 @@ impl Leftovers {
         found
     }
 
-    /// What to say: `noun` and `what` are of the stale files.
+    /// The notes to show: `noun` and `what` are of the stale files.
     pub(crate) fn notes(&self, noun: &str, what: &str) -> Vec<String> {
         let mut notes = Vec::new();
         if let Some(meta) = &self.foreign {

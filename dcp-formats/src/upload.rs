@@ -43,7 +43,7 @@ pub(crate) trait Framing: fmt::Debug + Send + Sync {
     /// The item's name, for errors.
     fn name(&self, position: usize) -> &str;
 
-    /// What changes items, with the bytes around them, on their way into the file. The length of the
+    /// The encoder of items, with the bytes around them, on their way into the file. The length of the
     /// file is then only a limit, and [`stored`](Self::stored) receives where items are.
     fn encoder(&self) -> Option<Box<dyn ItemEncoder>> {
         None

@@ -29,7 +29,7 @@ use self::open::Opened;
 type MakeWriter = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageWriter> + Send + Sync;
 type MakeReader = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageReader> + Send + Sync;
 
-/// How a trainer saves and loads: its group of ranks, storages, planners and casts.
+/// The settings with which a trainer saves and loads: its group of ranks, storages, planners and casts.
 ///
 /// Every rank makes one with the same settings and keeps it for the whole run. It remembers the
 /// plan of the last save: while no rank's structure changes, a save exchanges a few bytes per rank
@@ -316,7 +316,7 @@ impl Checkpointer {
         Load { with: self.clone(), state, url: url.into(), mode: LoadMode::default() }
     }
 
-    /// What was remembered under other settings is of no use under these.
+    /// Replaces the saver, and forgets its plans: those of other settings are of no use under these.
     fn with_saver(self, saver: Saver) -> Self {
         let mut background = BackgroundSaver::new(saver.clone());
         if let Some(stager) = &self.stager {
@@ -438,7 +438,7 @@ pub struct Load<'a, S: ?Sized> {
 }
 
 impl<S: Stateful + Send + ?Sized> Load<'_, S> {
-    /// How closely the checkpoint must fit the state; by default [`LoadMode::Strict`].
+    /// Sets how closely the checkpoint must fit the state; by default [`LoadMode::Strict`].
     pub fn mode(mut self, mode: LoadMode) -> Self {
         self.mode = mode;
         self

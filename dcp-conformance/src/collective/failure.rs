@@ -34,7 +34,7 @@ const WORLD_SIZE: u32 = 4;
 /// Ranks whose failure is reported differently in a star, a tree or a ring.
 const CULPRITS: [u32; 3] = [0, 1, WORLD_SIZE - 1];
 
-/// Where all ranks of a clause meet, whatever the group under test does.
+/// A barrier of all ranks of a clause, whatever the group under test does.
 struct Meeting(Barrier);
 
 impl Meeting {
@@ -180,7 +180,7 @@ fn a_rank_that_dies_between_operations_is_named(subject: &Subject) -> Outcome {
     Ok(())
 }
 
-/// How many deadlines may pass, one after the other, until a call must have ended.
+/// The number of deadlines that may pass, one after the other, until a call must have ended.
 const OVERDUE: u32 = 8;
 
 /// The ranks that have returned from a call, for one that stays silent meanwhile.
@@ -211,7 +211,7 @@ impl Returned {
     }
 }
 
-/// Why ranks do not name a silent one.
+/// The reason that ranks do not name a silent one.
 enum Unnamed {
     /// Their calls last many times as long as their deadline.
     Overdue(Failure),

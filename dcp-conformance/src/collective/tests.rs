@@ -43,7 +43,7 @@ struct Hub {
 
 #[derive(Debug, Default)]
 struct State {
-    /// What each rank brought, by turn.
+    /// The call of each rank, by turn.
     turns: BTreeMap<u64, BTreeMap<Rank, Call>>,
     gone: BTreeMap<Rank, u64>,
     broken: Option<CollectiveError>,
@@ -166,7 +166,7 @@ impl Spoke {
         }
     }
 
-    /// Why the group is broken; a group that recovers says so once to each rank.
+    /// The reason that the group is broken; a group that recovers says so once to each rank.
     fn broken(&self, state: &mut State) -> Option<CollectiveError> {
         let is_new = state.broken.is_some() && state.seen_by.insert(self.rank);
         state.broken.clone().filter(|_| is_new || self.hub.flaw != Flaw::Recovers)

@@ -39,7 +39,7 @@ fn target(subject: &Subject) -> Result<&dyn CheckpointTarget, Failure> {
     subject.format().target().ok_or_else(|| Failure::new("the format has no target"))
 }
 
-/// What the target says of a storage, with the index that the format reads there.
+/// Returns the target's answer about a storage, with the index that the format reads there.
 async fn existing(subject: &Subject, storage: &Arc<dyn Storage>) -> Result<Existing, Failure> {
     let place = subject.place(storage).await?;
     let metadata = match subject.open(storage).await {

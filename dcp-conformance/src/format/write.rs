@@ -139,7 +139,7 @@ async fn a_failing_source_fails_the_write(subject: Subject) -> Outcome {
     Ok(())
 }
 
-/// What another rank wrote is not there, or not whole, as after a rank with a storage of its own.
+/// The files of another rank are not there, or not whole, as after a rank with a storage of its own.
 async fn a_commit_of_files_that_are_not_whole_fails(subject: Subject) -> Outcome {
     let (before, old) = old(&subject).await?;
     for cut in [false, true] {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::numbers::Numbers;
 
-/// What the proxy does to one request.
+/// A fault of the proxy in one request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum HttpFault {
@@ -39,12 +39,12 @@ pub enum HttpFault {
     Stall,
     /// Waits before the answer, and before each piece of its body.
     Slow {
-        /// How long.
+        /// The length of the delay.
         delay: Duration,
     },
     /// Waits before the answer: a server that is far away.
     Delay {
-        /// How long.
+        /// The length of the delay.
         delay: Duration,
     },
 }

@@ -148,7 +148,7 @@ struct Faults {
     seeded: Option<SeededFaults>,
     /// Whether a request was stalled since the last [`FaultProxy::calm`].
     is_stalled: bool,
-    /// How often [`FaultProxy::calm`] was called.
+    /// The number of calls of [`FaultProxy::calm`].
     calmed: u64,
 }
 
@@ -283,7 +283,7 @@ fn reset(connection: &Connection) -> io::Result<Response<Body>> {
     Err(io::Error::new(io::ErrorKind::ConnectionReset, "a reset is injected"))
 }
 
-/// How a body ends that is cut.
+/// The end of a body that is cut.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     /// As one that is whole.

@@ -21,7 +21,7 @@ use tokio::sync::oneshot;
 /// The body of an answer. An error within it closes the connection.
 pub(super) type Body = BoxBody<Bytes, io::Error>;
 
-/// What answers the requests of a server.
+/// A handler of the requests of a server.
 pub(super) trait Handler: Send + Sync + 'static {
     /// Answers a request, or with an error closes the connection.
     fn answer(
@@ -71,7 +71,7 @@ impl Server {
         Ok(Self { address, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// Where it listens.
+    /// Returns the address that it listens on.
     pub(super) fn address(&self) -> SocketAddr {
         self.address
     }

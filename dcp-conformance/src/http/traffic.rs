@@ -1,4 +1,4 @@
-//! What went through a server.
+//! The requests and bytes that went through a server.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

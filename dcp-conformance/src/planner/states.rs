@@ -13,14 +13,14 @@ pub(super) fn region(offsets: &[u64], sizes: &[u64]) -> Result<Region, Failure> 
     Ok(Region::new(offsets, sizes)?)
 }
 
-/// What each of `parts` gets of an axis: the quotient rounded up, the last ones less.
+/// Returns the share of an axis of each of `parts`: the quotient rounded up, the last ones less.
 pub(super) fn part(len: u64, parts: u64, part: u64) -> (u64, u64) {
     let each = len.div_ceil(parts.max(1));
     let start = (each * part).min(len);
     (start, (start + each).min(len) - start)
 }
 
-/// How a tensor is spread.
+/// The distribution of a tensor over ranks.
 #[derive(Clone, Copy)]
 pub(super) enum Spread {
     Replicated,

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use dcp_core::{DType, FormatError};
 
-/// How NumPy stores a dtype.
+/// The representation of a dtype in a file of NumPy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NpyType {
     /// NumPy's type string, such as `<f4`.

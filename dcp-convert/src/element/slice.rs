@@ -194,7 +194,7 @@ mod tests {
         assert_eq!(parse("...", &[]), Ok(("[]".to_owned(), vec![])));
     }
 
-    /// What NumPy 2 takes of `range(len)`, by Python's `slice.indices`.
+    /// The elements that NumPy 2 takes of `range(len)`, by Python's `slice.indices`.
     #[test]
     fn steps_take_what_python_takes() {
         let taken = |text: &str, len: u64| {

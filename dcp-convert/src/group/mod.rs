@@ -45,7 +45,7 @@ pub struct JobGroup {
     handle: Arc<Handle>,
 }
 
-/// How the work of a group ended.
+/// The end of the work of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GroupEnd {
@@ -114,7 +114,7 @@ impl JobGroup {
         self.rank == 0
     }
 
-    /// The same group for what one rank does by itself: it exchanges nothing, and still ends when a rank
+    /// This group for work of one rank by itself: it exchanges nothing, and still ends when a rank
     /// fails.
     #[must_use]
     pub(crate) fn of_one_rank(&self) -> Self {

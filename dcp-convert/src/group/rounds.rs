@@ -19,7 +19,7 @@ const LAST_PAUSE: Duration = Duration::from_millis(100);
 const MAGIC: [u8; 4] = *b"djg1";
 const OP: &str = "a round of a job";
 
-/// What all ranks exchange at once.
+/// An exchange of all ranks at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
     Gather = 1,
@@ -41,13 +41,13 @@ type Observer = Arc<dyn Fn(u64) + Send + Sync>;
 #[derive(Default)]
 struct State {
     request: Option<Request>,
-    /// How the work of this rank ended.
+    /// The end of the work of this rank, if it has ended.
     outcome: Option<Result<(), String>>,
     end: Option<GroupEnd>,
     observer: Option<Observer>,
 }
 
-/// What the thread of the rounds shares with the jobs.
+/// The state that the thread of the rounds shares with the jobs.
 #[derive(Default)]
 pub(super) struct Shared {
     state: Mutex<State>,
@@ -61,7 +61,7 @@ pub(super) struct Shared {
     pub(super) thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// What a rank says in a round.
+/// The message of a rank in a round.
 #[derive(Debug, PartialEq, Eq)]
 struct Report {
     done: u64,
@@ -173,7 +173,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// What this rank reports next: at once when it has something to say, or after the pause.
+    /// Returns the next report of this rank: at once when it has something to say, or after the pause.
     fn standing(&self, pause: Duration) -> Standing {
         let quiet = |state: &mut State| state.request.is_none() && state.outcome.is_none();
         let waited = self.changed.wait_timeout_while(self.state(), pause, quiet);
@@ -234,7 +234,7 @@ fn exchange(
     }
 }
 
-/// What follows a round; all ranks decide the same.
+/// The step after a round; all ranks decide the same.
 #[derive(Debug, PartialEq, Eq)]
 enum Next {
     Pause,

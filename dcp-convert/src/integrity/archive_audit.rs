@@ -140,7 +140,7 @@ impl Job {
         Ok(())
     }
 
-    /// How the format compares the chunk that `item` is.
+    /// Returns the checksum by which the format compares the chunk `item`.
     async fn checksum(&self, item: &Placed) -> Result<ChunkChecksum, CheckpointError> {
         match (self.source.audit(), item.chunk) {
             (Some(audit), Some(chunk)) => {

@@ -61,13 +61,13 @@ impl CheckedSource {
         Self { source: source.comparing(Arc::new(reader), vec![checked]), options }
     }
 
-    /// The same reads, presented by a `reader` that reads from this one's.
+    /// These reads, presented by a `reader` that reads from this one's.
     pub(crate) fn shown_by(self, reader: Arc<dyn StorageReader>) -> Self {
         let source = Source::derived(reader, std::slice::from_ref(&self));
         Self { source: source.unwrap_or(self.source), options: self.options }
     }
 
-    /// The same reads as a source, to build a view over it or to inspect it. A job on the view
+    /// These reads as a source, to build a view over it or to inspect it. A job on the view
     /// makes the comparisons when it finishes.
     #[must_use]
     pub fn into_source(self) -> Source {

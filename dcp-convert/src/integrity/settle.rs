@@ -77,7 +77,7 @@ fn take<T>(items: Vec<T>, share: std::ops::Range<usize>) -> Vec<T> {
     items.into_iter().take(share.end).skip(share.start).collect()
 }
 
-/// What this rank has read of chunks that it has not compared.
+/// Encodes the reads of this rank of chunks that it has not compared.
 fn encode(chunks: &Chunks) -> Bytes {
     let mut out = MessageWriter::new(MAGIC);
     for ((entry, chunk), state) in chunks {

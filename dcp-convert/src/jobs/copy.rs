@@ -37,7 +37,7 @@ pub struct CopyFiles<'a> {
     pub batches: Vec<Vec<ObjectMeta>>,
     /// The files that the target has.
     pub existing: BTreeMap<Key, ObjectMeta>,
-    /// How files are compared.
+    /// The comparison of the files with their source.
     pub compare: Comparing,
     /// The files of complete checkpoints at the target, which are never replaced. The others are the rest of
     /// an interrupted copy, or change with each save, such as the tracker of a run.
@@ -47,7 +47,7 @@ pub struct CopyFiles<'a> {
     pub permissions: BTreeMap<Key, u32>,
 }
 
-/// How a copy is compared with its source.
+/// The comparison of a copy with its source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Comparing {
@@ -61,7 +61,7 @@ pub enum Comparing {
     Lengths,
 }
 
-/// What a copy did.
+/// The result of a copy: files and bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CopyReport {

@@ -1,4 +1,4 @@
-//! What a checkpoint holds, as one value to look at or to print as JSON.
+//! The contents of a checkpoint, as one value to look at or to print as JSON.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -28,7 +28,7 @@ use crate::source::Source;
 pub struct Summary {
     /// The format, such as `torch_dcp`.
     pub format: String,
-    /// What is stored, by FQN, in the order of the checkpoint.
+    /// The tensors and objects, by FQN, in the order of the checkpoint.
     pub keys: IndexMap<Arc<str>, KeySummary>,
     /// The files that the checkpoint refers to and their bytes; `None` for one that is missing.
     pub files: IndexMap<String, Option<u64>>,
@@ -44,12 +44,12 @@ pub struct Summary {
     /// The version that the format claims.
     #[serde(skip)]
     pub version: Option<Arc<str>>,
-    /// Where each key sits in the nested state dict, where known: dict keys and list indices.
+    /// The path of each key in the nested state dict, where known: dict keys and list indices.
     #[serde(skip)]
     pub paths: IndexMap<Arc<str>, Vec<String>>,
 }
 
-/// What is stored under one FQN.
+/// The tensor or object under one FQN.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 #[non_exhaustive]

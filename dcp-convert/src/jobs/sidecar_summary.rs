@@ -1,4 +1,4 @@
-//! What a save noted about itself, for people and as JSON.
+//! The notes of a save about itself, for people and as JSON.
 
 use std::fmt;
 
@@ -23,11 +23,11 @@ pub enum SidecarSummary {
         /// Why.
         problem: String,
     },
-    /// What it says.
+    /// Its facts.
     Found(SidecarFacts),
 }
 
-/// What a sidecar says.
+/// The facts in a sidecar.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct SidecarFacts {
@@ -47,19 +47,20 @@ pub struct SidecarFacts {
     pub digests: Coverage,
 }
 
-/// How much of what was chosen is covered.
+/// The share of the chosen entries that checksums cover.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Coverage {
-    /// How many are covered.
+    /// The number of covered entries.
     pub covered: u64,
-    /// How many there are.
+    /// The number of entries.
     pub of: u64,
 }
 
 impl SidecarSummary {
-    /// What the save of `source` noted; `None` for a format whose saves note nothing. The entries of the
-    /// metadata that `counted` names by position are those that the checksums are counted of.
+    /// Reads the notes of the save of `source`; `None` for a format whose saves note nothing. The
+    /// entries of the metadata that `counted` names by position are those that the checksums are counted
+    /// of.
     pub(crate) async fn of(
         source: &Source,
         counted: &[bool],
@@ -73,7 +74,7 @@ impl SidecarSummary {
         })
     }
 
-    /// What is noted, each with a label, for people.
+    /// The notes, each with a label, for people.
     #[must_use]
     pub fn labelled(&self) -> Vec<(&'static str, String)> {
         let facts = match self {

@@ -111,7 +111,7 @@ pub async fn verify(
     Ok(report)
 }
 
-/// What a deep check reads.
+/// The reads of a deep check.
 struct DeepWork<'a> {
     source: &'a Source,
     metadata: &'a Arc<CheckpointMetadata>,

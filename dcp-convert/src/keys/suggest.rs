@@ -86,7 +86,7 @@ fn edits(a: &str, b: &str) -> usize {
     edits_to_prefixes(a, b, true).last().copied().unwrap_or(0)
 }
 
-/// The same distance, to each prefix of `b`.
+/// Returns the distance of `a` to each prefix of `b`.
 fn edits_to_prefixes(a: &str, b: &str, is_glob: bool) -> Vec<usize> {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();

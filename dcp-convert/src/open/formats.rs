@@ -36,7 +36,7 @@ pub fn formats() -> FormatRegistry {
         .with(Arc::new(DcpFormat))
 }
 
-/// What a folder without a checkpoint holds, as a message.
+/// Describes a folder without a checkpoint, as a message.
 pub(crate) async fn explain(storage: &Arc<dyn Storage>) -> Result<String, StorageError> {
     let formats = formats();
     Ok(formats.explain(&formats.look(storage).await?.listing().root()))

@@ -18,7 +18,7 @@ pub(crate) struct SegmentMemory {
 pub(crate) struct Lease {
     memory: HostMemory,
     byte_len: usize,
-    /// Where it returns to.
+    /// The pool that it returns to.
     home: Weak<SegmentMemory>,
 }
 

@@ -118,7 +118,7 @@ pub(crate) fn candidates(fqn: &str, ranks: u32) -> impl Iterator<Item = u32> + u
     })
 }
 
-/// How a tensor is cut: by the rule of `torch.chunk`, in which all chunks but the last have one
+/// The cut of a tensor: by the rule of `torch.chunk`, in which all chunks but the last have one
 /// length. There may be fewer chunks than ranks, and none is empty.
 struct Cut {
     axis: usize,

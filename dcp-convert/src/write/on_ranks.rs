@@ -1,4 +1,4 @@
-//! What the ranks of a group tell each other about a checkpoint that they write together.
+//! The messages of the ranks of a group about a checkpoint that they write together.
 
 use std::ops::Range;
 
@@ -54,7 +54,7 @@ pub(crate) fn was_not_exchanged(error: &CheckpointError) -> bool {
     matches!(error, CheckpointError::Collective(CollectiveError::Aborted { .. }))
 }
 
-/// What all ranks wrote, in their order, on rank 0; nothing on others.
+/// Gathers the reports of all ranks, in their order, on rank 0; nothing on others.
 pub(crate) async fn gather_reports(
     group: &JobGroup,
     mine: &[WriteReport],

@@ -50,7 +50,7 @@ pub(crate) async fn begin<'a>(
     Ok((save, plans))
 }
 
-/// Why there is nothing to commit, and whether what this process wrote is to be removed: rank 0 may be
+/// The reason that there is nothing to commit, and whether the files of this process go: rank 0 may be
 /// committing it.
 pub(crate) struct NotWritten {
     pub(crate) error: CheckpointError,

@@ -35,7 +35,7 @@ pub struct MetadataRewrite {
     pub bytes_before: u64,
     /// Its new size in bytes.
     pub bytes_after: u64,
-    /// What the new form cannot express. No load needs any of it.
+    /// The contents that the new form cannot express. No load needs any of them.
     pub dropped: Vec<String>,
     /// The oldest PyTorch that reads the data, if it is newer than the one that the form is for.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -209,7 +209,7 @@ fn same_entry(old: &CheckpointMetadata, a: &Entry, new: &CheckpointMetadata, b: 
         }
 }
 
-/// What `old` contains and `new` does not.
+/// Lists the contents of `old` that `new` lacks.
 fn dropped(old: &CheckpointMetadata, new: &CheckpointMetadata) -> Vec<String> {
     let strides = |metadata: &CheckpointMetadata| {
         let tensors = metadata.iter().filter_map(|(_, entry)| entry.as_tensor());

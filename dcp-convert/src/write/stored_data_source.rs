@@ -100,7 +100,7 @@ impl Part {
 #[derive(Debug)]
 pub(crate) struct CheckpointData(Arc<Job>);
 
-/// What the tasks that read segments share.
+/// The state that the tasks which read segments share.
 #[derive(Debug)]
 struct Job {
     /// The source of a [`CheckedSource`].

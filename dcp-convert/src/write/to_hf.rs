@@ -37,7 +37,7 @@ pub async fn to_hf(
     to_hf_with(source, folder, layout, Vec::new(), overwrite, options).await
 }
 
-/// The same with files beside the weights, such as `config.json`. Where a model is replaced, they
+/// Writes a model with files beside the weights, such as `config.json`. Where a model is replaced, they
 /// change with its weights: [`HfWriteOptions::beside`] says how.
 ///
 /// # Errors

@@ -62,7 +62,7 @@ impl DcpReader {
     }
 }
 
-/// What the sidecar says, and how much of the counted entries it covers.
+/// Returns the facts of the sidecar, and the number of counted entries that it covers.
 fn save_facts(sidecar: Sidecar, metadata: &CheckpointMetadata, counted: &[bool]) -> SaveFacts {
     let mut facts = SaveFacts::default();
     let mut used = vec![false; metadata.files().len()];

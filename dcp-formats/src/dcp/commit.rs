@@ -23,7 +23,7 @@ use super::writer::Options;
 /// The data files of a save.
 pub(super) struct Files {
     pub(super) reports: Vec<WriteReport>,
-    /// Those that this writer wrote, whose lengths the storage returned.
+    /// The files that this writer wrote, whose lengths the storage returned.
     pub(super) own: HashSet<Key>,
 }
 
@@ -117,9 +117,9 @@ async fn try_commit(
     Ok(())
 }
 
-/// Where archives of quantized tensors are. A writer has no place for their scales, so what is listed as
-/// one was written as an object: a reader compares its elements, and the checksum of the writer is that
-/// of the whole archive.
+/// Returns the places of archives of quantized tensors. A writer has no place for their scales, so what
+/// is listed as one was written as an object: a reader compares its elements, and the checksum of the
+/// writer is that of the whole archive.
 fn carried_archives(metadata: &CheckpointMetadata) -> HashSet<(&Key, u64)> {
     let tensors = metadata.iter().filter_map(|(_, entry)| entry.as_tensor());
     let chunks = tensors.filter(|tensor| tensor.dtype.is_quantized()).flat_map(|t| t.chunks.iter());
@@ -128,7 +128,7 @@ fn carried_archives(metadata: &CheckpointMetadata) -> HashSet<(&Key, u64)> {
     chunks.filter_map(|chunk| place(chunk.placement?)).collect()
 }
 
-/// What the sidecar says about the files of all ranks; no checksum of `carried` archives.
+/// Returns the entries of the sidecar for the files of all ranks; no checksum of `carried` archives.
 fn noted_files(reports: &[WriteReport], carried: &HashSet<(&Key, u64)>) -> Vec<SidecarFile> {
     let of_rank = |(rank, report): (usize, &WriteReport)| -> Vec<SidecarFile> {
         let noted = |(key, byte_len): &(Key, u64)| {

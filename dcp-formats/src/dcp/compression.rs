@@ -1,4 +1,4 @@
-//! How the items of a file are compressed, in builds with and without zstd.
+//! The compression of the items of a file, in builds with and without zstd.
 
 use dcp_core::metadata::Encoding;
 #[cfg(feature = "zstd")]

@@ -99,7 +99,7 @@ impl DcpFiles {
         self.metadata || !self.ranks.is_empty()
     }
 
-    /// Why the checkpoint is incomplete, by its names.
+    /// Returns the reason that the checkpoint is incomplete, by its names.
     #[must_use]
     pub fn problem(&self) -> Option<String> {
         if self.metadata {

@@ -45,7 +45,7 @@ pub(super) struct Index {
     pub(super) differing: Arc<[Differing]>,
 }
 
-/// How an index is read.
+/// The options of reading an index.
 #[derive(Clone, Debug)]
 pub(super) struct IndexOptions {
     /// Whether an index that contradicts itself or the files is accepted.
@@ -194,7 +194,7 @@ async fn read_if_there(
     }
 }
 
-/// How many objects of a folder are listed while its metadata is read.
+/// The number of objects of a folder that are listed while its metadata is read.
 const LISTED_EARLY: usize = 10_000;
 
 /// The objects of the folder. `None` where there are many, or they cannot be listed: the listing
@@ -213,7 +213,7 @@ fn is_below(key: &Key) -> bool {
     key.as_str().contains('/')
 }
 
-/// What one listing of the folder shows.
+/// The files in one listing of the folder.
 #[derive(Default)]
 struct ListedFiles {
     /// The lengths of the files of the index.
@@ -233,8 +233,8 @@ impl ListedFiles {
         Self { complete: storage.capabilities().complete_listing, ..Self::default() }
     }
 
-    /// What a listing shows that may be older than the metadata; `None` if it lacks a file, which a
-    /// save may have made since.
+    /// Returns the files of a listing that may be older than the metadata; `None` if it lacks a file,
+    /// which a save may have made since.
     fn early(
         storage: &dyn Storage,
         objects: Vec<ObjectMeta>,

@@ -17,7 +17,7 @@ pub(crate) enum Named {
     RankMetadata {
         rank: u32,
     },
-    /// The same file before PyTorch renames it.
+    /// The metadata file of a rank before PyTorch renames it.
     RankMetadataTmp,
     /// `__{rank}_{n}.distcp`, or `__{rank}_{n}.g{generation}.distcp`.
     Data {

@@ -63,7 +63,7 @@ pub struct SidecarFile {
     pub chunks: ChunkCrcs,
 }
 
-/// What a caller says about its save.
+/// The facts that a caller states about its save.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Origin {
     pub(super) step: Option<u64>,
@@ -195,7 +195,7 @@ mod tests {
         assert!(Sidecar::decode(&[0x9f; 100_000], 0).is_err());
     }
 
-    /// What versions before checksums wrote, and fields of versions to come.
+    /// Sidecars of versions before checksums, and fields of versions to come.
     #[test]
     fn fields_may_be_absent_and_unknown() {
         #[derive(Serialize)]

@@ -110,7 +110,7 @@ fn spread(mut order: Vec<usize>, lists: &mut [Vec<usize>], size: impl Fn(usize) 
 mod tests {
     use super::*;
 
-    /// What PyTorch 2.15 did, as `vectors/split_buckets.json` has it.
+    /// The division of PyTorch 2.15, as `vectors/split_buckets.json` has it.
     #[test]
     fn torch_compatible_equals_pytorch() {
         let text = include_str!("../../../fixtures/pytorch/vectors/split_buckets.json");

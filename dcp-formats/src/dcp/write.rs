@@ -89,12 +89,12 @@ struct Archives {
     written: Mutex<Written>,
 }
 
-/// What became of items, by their positions.
+/// The results of writing items, by their positions.
 #[derive(Debug, Default)]
 struct Written {
     /// The CRC-32s of the elements of tensors, and of encoded objects.
     crc32s: Vec<(usize, u32)>,
-    /// Where items are in the file, if they were encoded.
+    /// The byte ranges of items in the file, if they were encoded.
     ranges: BTreeMap<usize, Range<u64>>,
 }
 
@@ -190,7 +190,7 @@ impl FileJob {
         written.crc32s.iter().filter_map(item).collect()
     }
 
-    /// Where encoded items are, by the offsets at which they were planned.
+    /// Returns the byte ranges of encoded items, by the offsets at which they were planned.
     pub(super) fn stored(&self) -> Vec<(u64, Range<u64>)> {
         let written = self.framing.written();
         let items = written.ranges.iter();

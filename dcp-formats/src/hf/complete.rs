@@ -20,7 +20,7 @@ const DIGITS_MIN: usize = 5;
 /// The maximum number of missing files that are named per series.
 const NAMED_MAX: usize = 8;
 
-/// What the names of tensor files imply, in a folder without an index.
+/// The implications of the names of tensor files, in a folder without an index.
 #[derive(Debug, Default)]
 pub(super) struct Names {
     /// The files to read.

@@ -22,7 +22,7 @@ use crate::incomplete_files::{LFS_PROBLEM, is_pointer_file};
 use crate::safetensors::INDEX_ENDING;
 use crate::safetensors::read_image;
 
-/// What to read.
+/// The files to read.
 #[derive(Clone, Debug)]
 pub(super) enum Target {
     /// A folder, `None` for the storage itself.
@@ -51,7 +51,7 @@ pub(super) struct Files {
     pub(super) index: Option<Index>,
     /// Files of the folder that hold the model in another form.
     pub(super) variants: Vec<Key>,
-    /// What the file names imply.
+    /// The findings about the file names.
     pub(super) findings: Vec<Finding>,
     pub(super) notes: Vec<String>,
 }

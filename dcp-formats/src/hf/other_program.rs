@@ -14,7 +14,7 @@ use super::layout::SINGLE_NAME;
 pub(super) const INDEX_HEAD_BYTES: u64 = 4096;
 /// The key of an index by which slime (at 624b824a) marks changes to the weights of an earlier version.
 pub(super) const DELTA_KEY: &str = "delta_encoding";
-/// What a folder with [`DELTA_KEY`] is, as the predicate of a sentence.
+/// The description of a folder with [`DELTA_KEY`], as the predicate of a sentence.
 pub(super) const IS_DELTA: &str = "holds weight changes as slime publishes them (delta_encoding in the \
                                    index), not weights; apply them with slime, and read the folder \
                                    that it leaves";

@@ -39,7 +39,7 @@ pub struct Quantized {
     pub scheme: QuantScheme,
 }
 
-/// How weights and scales combine.
+/// The combination of weights and scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum QuantScheme {

@@ -24,7 +24,7 @@ fn parts(name: &str) -> Option<(&str, &str)> {
     Some((base, &stem[base.len()..]))
 }
 
-/// What the name of an index says.
+/// The parts of the name of an index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct IndexName<'a> {
     /// The beginning of the names of the files: `model`, `diffusion_pytorch_model`.

@@ -209,7 +209,7 @@ impl<'p, 'a> Graph<'p, 'a> {
         Ok(text)
     }
 
-    /// The same without a deduction from the allowance, for a field that is read again.
+    /// Returns the text without a deduction from the allowance, for a field that is read again.
     pub(super) fn field_text(&self, field: Field<'p>) -> Option<&'p str> {
         match field {
             Field::Node(id) => self.pickle.str(id),

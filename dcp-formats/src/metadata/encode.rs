@@ -33,7 +33,7 @@ struct Encoder<'m> {
     profile: Profile,
 }
 
-/// What is written for every chunk and place.
+/// The names that are written for every chunk and place.
 struct Names {
     size: Repeated,
     chunk: Repeated,

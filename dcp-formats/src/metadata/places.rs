@@ -10,11 +10,11 @@ use super::attributes::{Graph, Wanted, bad, missing};
 use super::class::Class;
 use crate::pickle::{Field, Node, NodeId};
 
-/// How messages name a key of `storage_data`, and the name in one.
+/// The name of a key of `storage_data` in messages, and of the name in one.
 const KEY: &str = "a key of storage_data";
 const NAME: &str = "a name in storage_data";
 
-/// What a selective read leaves out of the index.
+/// The entries that a selective read leaves out of the index.
 #[derive(Debug)]
 pub(super) struct LeftOut {
     /// Whether the chunks of each entry are read.
@@ -35,7 +35,7 @@ pub(super) struct Places<'g, 'p, 'a> {
     index: Wanted<3>,
     info: Wanted<4>,
     files: HashMap<&'p str, FileId>,
-    /// The same by the node of the name.
+    /// The files by the node of the name.
     files_by_node: Vec<Option<FileId>>,
     /// The names of files of entries that are left out, and whether a node is one of them.
     other_files: HashSet<&'p str>,

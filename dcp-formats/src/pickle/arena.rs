@@ -120,7 +120,7 @@ pub struct Pickle<'a> {
     pub(super) root: NodeId,
     pub(super) byte_len: usize,
     pub(super) protocol: u8,
-    /// What records refer to; both are empty without records.
+    /// The bytes that records refer to; both are empty without records.
     pub(super) input: &'a [u8],
     pub(super) memo: Memo,
     /// The number of `torch.Size` among the globals.

@@ -34,7 +34,7 @@ impl<'a> Cursor<'a> {
         self.input.len()
     }
 
-    /// What follows the position.
+    /// Returns the bytes after the position.
     pub(super) fn rest(&self) -> &'a [u8] {
         self.input.get(self.at..).unwrap_or_default()
     }

@@ -71,7 +71,7 @@ impl ForeignName {
 }
 
 impl ForeignName {
-    /// The same as a callable of an index.
+    /// Returns this one as a callable of an index.
     pub(crate) fn callable(&self) -> IndexCallable {
         IndexCallable::new(self.to_string(), self.path.clone(), self.trust == Trust::Dangerous)
     }

@@ -13,14 +13,14 @@ type Page = Box<[Option<NodeId>; PAGE]>;
 pub(super) struct Memo {
     pages: Vec<Option<Page>>,
     allocated: usize,
-    /// How many numbers are set, those of records included.
+    /// The count of numbers that are set, those of records included.
     len: usize,
     /// One more than the highest number that is set.
     end: usize,
 }
 
 impl Memo {
-    /// How many numbers are set, which is the number that `MEMOIZE` sets.
+    /// Returns the count of numbers that are set, which is the number that `MEMOIZE` sets.
     pub(super) fn len(&self) -> usize {
         self.len
     }

@@ -64,7 +64,7 @@ struct Check {
     record: Record,
     /// Offset, length and CRC-32 of each range that was read.
     seen: Mutex<Vec<(u64, u64, u32)>>,
-    /// What earlier reads of the record found, if this one reads a part.
+    /// The parts that earlier reads of the record found, if this one reads a part.
     earlier: Option<SharedParts>,
 }
 

@@ -28,7 +28,7 @@ pub struct EncodedHeader {
     pub bytes: Bytes,
     /// The positions of the items, in the order of their bytes.
     pub order: Vec<usize>,
-    /// The same header, parsed.
+    /// The parsed header.
     pub header: Header,
     /// The size of the whole image in bytes.
     pub byte_len: u64,

@@ -1,4 +1,4 @@
-//! What a check of a file of `torch.save` compares besides tensors and objects: its records.
+//! The records of a file of `torch.save`, which a check compares besides tensors and objects.
 
 use std::sync::Arc;
 

@@ -52,7 +52,7 @@ fn segment_end(done: u64, byte_len: u64, segment_bytes: u64) -> u64 {
     byte_len.min(done.saturating_add(segment_bytes.max(1)))
 }
 
-/// What [`Assembly::next`] has, or what it needs.
+/// The result of [`Assembly::next`]: a part, or what it needs.
 pub(super) enum Step {
     /// The next part.
     Part(Payload),

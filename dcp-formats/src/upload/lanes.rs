@@ -44,7 +44,7 @@ pub(super) struct Lanes {
 /// The upload, unless it was taken, and what became of the file.
 pub(super) type Ended = (Option<Box<dyn Upload>>, Result<Sent, CheckpointError>);
 
-/// What was sent.
+/// The length and the checksum of a sent file.
 #[derive(Debug)]
 pub(super) struct Sent {
     pub(super) byte_len: u64,
@@ -130,7 +130,7 @@ impl Lanes {
     }
 }
 
-/// What the lanes of a file share.
+/// The state that the lanes of a file share.
 struct Shared {
     data: Arc<dyn DataSource>,
     part_bytes: u64,
@@ -372,7 +372,7 @@ mod tests {
     #[derive(Debug)]
     struct Numbers {
         segment_bytes: u64,
-        /// What happens at this byte of item 0.
+        /// The fault at this byte of item 0.
         bad: Option<(u64, Bad)>,
         /// Calls so far.
         calls: AtomicU64,

@@ -10,7 +10,7 @@ use dcp_engine::{ParallelReader, ReadSharing};
 
 use super::Checkpointer;
 
-/// What a load reads through.
+/// The reader of a load.
 pub(super) enum Opened {
     Any(Arc<dyn StorageReader>),
     Shared(ParallelReader),

@@ -1,4 +1,4 @@
-//! What `Debug` shows of saves and loads: no secrets of their URLs.
+//! The `Debug` output of saves and loads, without secrets of their URLs.
 
 use std::fmt;
 

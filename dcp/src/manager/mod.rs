@@ -81,10 +81,10 @@ pub struct CheckpointManager {
     shared: Arc<Shared>,
 }
 
-/// What clones have in common.
+/// The state that clones share.
 #[derive(Debug, Default)]
 struct Shared {
-    /// When the last save was requested, or the first question.
+    /// The time of the last requested save, or of the first question.
     last: Mutex<Option<SystemTime>>,
     /// The step of the checkpoint that was loaded or committed last.
     parent: Mutex<Option<u64>>,
@@ -92,7 +92,7 @@ struct Shared {
     answered: AtomicBool,
 }
 
-/// Why a save is due.
+/// The reason that a save is due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SaveReason {
@@ -112,7 +112,7 @@ pub struct Resumed {
     pub step: u64,
     /// Newer checkpoints, which are incomplete or damaged.
     pub skipped: Vec<SkippedStep>,
-    /// What was loaded.
+    /// The summary of the load.
     pub load: LoadSummary,
 }
 
@@ -122,11 +122,11 @@ pub struct Resumed {
 pub struct SavedStep {
     /// The training step.
     pub step: u64,
-    /// What was saved.
+    /// The summary of the save.
     pub save: SaveSummary,
-    /// What the retention policy deleted; on the coordinator alone, and only with a policy.
+    /// The deletions of the retention policy; on the coordinator alone, and only with a policy.
     pub pruned: Option<PruneReport>,
-    /// What failed after the commit, on the coordinator: the metrics, the tracker file, or the
+    /// The failure after the commit, on the coordinator: of the metrics, the tracker file, or the
     /// retention. The checkpoint itself is whole. The retention of the next save catches up.
     pub problem: Option<Error>,
 }
@@ -166,7 +166,7 @@ impl CheckpointManager {
         Self { naming, ..self }
     }
 
-    /// When [`should_save`](Self::should_save) requests a save.
+    /// Sets when [`should_save`](Self::should_save) requests a save.
     #[must_use]
     pub fn schedule(self, schedule: SaveSchedule) -> Self {
         Self { schedule, ..self }
@@ -193,7 +193,7 @@ impl CheckpointManager {
         Self { deep_resume: deep, ..self }
     }
 
-    /// How closely a checkpoint must fit the state that [`resume`](Self::resume) loads into;
+    /// Sets how closely a checkpoint must fit the state that [`resume`](Self::resume) loads into;
     /// [`LoadMode::Strict`] by default. [`AllowMissing`](LoadMode::AllowMissing) resumes a trainer that got
     /// a new key, or more ranks that each have a key of their own: what the checkpoint lacks keeps
     /// its value, and is named in [`Resumed::load`].
@@ -208,7 +208,7 @@ impl CheckpointManager {
         Self { preemption: Some(preemption), ..self }
     }
 
-    /// How often ranks agree about time and preemption: at multiples of so many steps; 1 by default.
+    /// Sets how often ranks agree about time and preemption: at multiples of so many steps; 1 by default.
     /// In between, [`should_save`](Self::should_save) exchanges nothing and decides by the step.
     #[must_use]
     pub fn check_every(self, steps: u64) -> Self {
@@ -383,7 +383,7 @@ impl CheckpointManager {
         StepSave::new(self.clone(), StepPlace { step, url }, save)
     }
 
-    /// What follows a commit, on the coordinator: metrics, tracker, retention.
+    /// Does the work after a commit, on the coordinator: metrics, tracker, retention.
     async fn committed(
         self,
         step: u64,

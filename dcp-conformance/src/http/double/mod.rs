@@ -316,7 +316,7 @@ impl Call {
         kept.map(|(name, value)| (name.clone(), value.clone())).collect()
     }
 
-    /// What a write requires of the object that is there.
+    /// Returns the condition of a write on the object that is there.
     fn condition(&self) -> Result<Condition, Failure> {
         self.dialect.condition(|name| self.header(name))
     }

@@ -38,7 +38,7 @@ pub(super) struct Unfinished {
     pub(super) started: SystemTime,
 }
 
-/// What a write requires of the object that is there.
+/// The condition of a write on the object that is there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Condition {
     None,
@@ -53,11 +53,11 @@ pub(super) enum Condition {
 pub(super) struct Page {
     pub(super) objects: Vec<(String, Object)>,
     pub(super) folders: Vec<String>,
-    /// Where the next page starts, if there is one.
+    /// The start of the next page, if there is one.
     pub(super) next: Option<String>,
 }
 
-/// Why a request fails.
+/// The reason that a request fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
     NoSuchBucket,

@@ -98,7 +98,7 @@ impl Flawed {
         self.flaw == flaw
     }
 
-    /// What callers see of an object.
+    /// Returns the metadata of an object as callers see it.
     fn seen(&self, meta: ObjectMeta) -> ObjectMeta {
         match self.flaw {
             Flaw::ReturnsNoLength => ObjectMeta::new(meta.key, 0).with_version(meta.version),

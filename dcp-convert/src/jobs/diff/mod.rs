@@ -41,7 +41,7 @@ pub use report::{
 /// The maximum length of a segment, so that the compared bytes stay in the CPU cache.
 const SEGMENT_MAX: u64 = 16 << 20;
 
-/// What a comparison covers, and when values are equal.
+/// The coverage of a comparison, and its rule for equal values.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct DiffOptions {
@@ -147,7 +147,7 @@ struct Side {
     all: Arc<CheckpointMetadata>,
     /// The keys of the side's selection, by their names in the comparison.
     names: Vec<Arc<str>>,
-    /// Those that the comparison covers.
+    /// The pairs that the comparison covers.
     chosen: Vec<Chosen>,
 }
 

@@ -63,7 +63,8 @@ pub(super) fn share(extents: &[Extent], rank: u32, world_size: u32) -> Vec<Range
     extents.iter().map(of_extent).collect()
 }
 
-/// What all ranks found of the pairs, and the bytes that they read, on rank 0; nothing on others.
+/// Gathers the findings of all ranks about the pairs, and the bytes that they read, on rank 0; nothing
+/// on others.
 pub(super) async fn gather(
     group: &JobGroup,
     mine: &[Compared],
@@ -212,7 +213,7 @@ mod tests {
         }
     }
 
-    /// What three segments of a tensor have, the second of which is equal.
+    /// The results of three segments of a tensor, the second of which is equal.
     fn compared() -> [Compared; 3] {
         let pair = |at, a, b, abs| Some(Pair { at, a, b, abs });
         let first = Compared {

@@ -1,4 +1,4 @@
-//! What the ranks of a group report to rank 0 about the numbers that they have read.
+//! The reports of the ranks of a group to rank 0 about the numbers that they have read.
 //!
 //! Sums of floats depend on their order. So a rank sends the statistics of each piece, and rank 0
 //! merges them in the order of the file, as one process does: the result has the same bits. Counts do

@@ -30,7 +30,7 @@ pub struct StatsReport {
     pub notes: Vec<String>,
 }
 
-/// What may be wrong with numbers.
+/// A sign that numbers may be wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Anomaly {

@@ -1,4 +1,4 @@
-//! What checkpoints must have in common to be averaged.
+//! The keys, shapes and dtypes that checkpoints must have in common to be averaged.
 
 use dcp_core::CheckpointError;
 use dcp_core::metadata::Entry;

@@ -1,4 +1,4 @@
-//! What the averages of several ranks have lost, together.
+//! The losses of the averages of several ranks, together.
 
 use std::sync::PoisonError;
 

@@ -138,7 +138,7 @@ fn model(parts: Vec<(HfPart, Vec<u8>)>) -> Arc<MemoryStorage> {
     storage
 }
 
-/// The same stored weight with the same and with other scales.
+/// One stored weight with equal and with other scales.
 #[test]
 fn one_weight_with_other_scales_is_another_tensor() {
     let mut metadata = CheckpointMetadata::new();

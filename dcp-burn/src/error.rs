@@ -1,4 +1,4 @@
-//! Why a module or an optimizer of burn cannot be saved or loaded.
+//! The error of saving or loading a module or an optimizer of burn.
 
 use burn_store::burn_pack;
 use dcp_core::text::{Message, Quoted};
@@ -25,7 +25,7 @@ pub enum BurnError {
     /// The module does not take a loaded tensor.
     #[error("the module does not take what was loaded: {problem}", problem = Message(.problem))]
     Module {
-        /// What burn says.
+        /// The message of burn.
         problem: String,
     },
     /// The loaded options or state are not those of this optimizer.
@@ -33,7 +33,7 @@ pub enum BurnError {
     Optimizer {
         /// The option, or the parameter and the name of the state.
         key: String,
-        /// What does not fit.
+        /// The part that does not fit.
         problem: String,
     },
     /// The tensor does not have the size of its shape.

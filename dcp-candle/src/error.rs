@@ -1,4 +1,4 @@
-//! Why a tensor or an optimizer of candle cannot be saved or loaded.
+//! The error of saving or loading a tensor or an optimizer of candle.
 
 use dcp_core::text::{Message, Quoted};
 use dcp_core::{CheckpointError, PlanError};
@@ -43,7 +43,7 @@ pub enum CandleError {
     Optimizer {
         /// The option or the name of the state.
         key: String,
-        /// What does not fit.
+        /// The part that does not fit.
         problem: String,
     },
     /// A shard has another shape than its variable, or is outside its tensor.

@@ -14,13 +14,13 @@ pub(crate) struct ChannelId {
 }
 
 impl ChannelId {
-    /// The same channel as the other side names it.
+    /// Returns this channel as the other side names it.
     pub(crate) fn mirrored(self) -> Self {
         Self { is_mine: !self.is_mine, ..self }
     }
 }
 
-/// What a packet says.
+/// The contents of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Head {
     /// Opens a channel.
@@ -61,7 +61,7 @@ impl Head {
         packet
     }
 
-    /// What a packet says and of which channel, as the receiver names it. `None` for bytes that are no
+    /// Reads the contents of a packet and its channel, as the receiver names it. `None` for bytes that are no
     /// packet.
     pub(crate) fn parse(packet: &[u8]) -> Option<(ChannelId, Self)> {
         let (header, _) = packet.split_first_chunk::<HEADER>()?;

@@ -67,6 +67,61 @@ fn banned(text: &str) -> Vec<(usize, &'static str)> {
     found
 }
 
+/// First words of a clause, which in a list of items shows nothing: `What is wrong with it.`
+const CLAUSES: &[&str] = &["How ", "The same ", "Those ", "What ", "When ", "Where ", "Why "];
+
+/// The lines of a Rust file at which documentation begins with a clause.
+fn clauses(text: &str) -> Vec<usize> {
+    let doc = |line: &str| {
+        let line = line.trim_start();
+        ["/// ", "//! "].iter().find_map(|mark| line.strip_prefix(mark)).map(str::to_owned)
+    };
+    let is_doc = |line: &str| ["///", "//!"].iter().any(|mark| line.trim_start().starts_with(mark));
+    let mut found = Vec::new();
+    let mut before = "";
+    for (at, line) in text.lines().enumerate() {
+        let is_first = !is_doc(before);
+        let begins = |doc: String| CLAUSES.iter().any(|clause| doc.starts_with(clause));
+        if is_first && doc(line).is_some_and(begins) {
+            found.push(at + 1);
+        }
+        before = line;
+    }
+    found
+}
+
+/// Published crates document items with a noun or a verb. The documentation of the command's options is its
+/// help, which is written as sentences.
+#[test]
+fn documentation_begins_with_a_noun_or_a_verb() {
+    let mut wrong = Vec::new();
+    let mut count = 0;
+    for file in workspace::files().unwrap() {
+        let name = file.display().to_string();
+        let (in_crate, inside) = name.split_once('/').unwrap_or_default();
+        let is_checked = in_crate.starts_with("dcp")
+            && !["dcp-cli", "dcp-testing"].contains(&in_crate)
+            && inside.starts_with("src/")
+            && name.ends_with(".rs");
+        if !is_checked {
+            continue;
+        }
+        let Ok(text) = std::fs::read_to_string(workspace::root().join(&file)) else { continue };
+        count += 1;
+        wrong.extend(clauses(&text).into_iter().map(|line| format!("{name}:{line}")));
+    }
+    assert!(count > 500, "{count} files");
+    let all = wrong.join("\n");
+    assert!(wrong.is_empty(), "first lines of documentation that begin with a clause:\n{all}");
+}
+
+#[test]
+fn clauses_are_found_in_first_lines_alone() {
+    let text = "/// What it is.\nstruct A;\n\n/// A shard.\n/// What is in it.\n//! How it works.\n";
+    assert_eq!(clauses(text), [1]);
+    assert_eq!(clauses("/// Whether it is.\n// What it is.\n"), [0_usize; 0]);
+}
+
 #[test]
 fn no_banned_phrase_comes_back() {
     let mut wrong = Vec::new();

@@ -1,4 +1,4 @@
-//! What the threads of a process share with the one that calls MPI: packets to be sent, and the
+//! The state that the threads of a process share with the one that calls MPI: packets to be sent, and the
 //! channels to which arriving ones belong.
 
 mod pipe;
@@ -17,7 +17,7 @@ use crate::packet::{ChannelId, HEADER, Head};
 /// Bytes of packets that have been handed to MPI and not been received.
 pub(crate) const BUDGET: u64 = 32 << 20;
 
-/// Where packets and channels meet.
+/// The packets and channels of a process.
 #[derive(Debug)]
 pub(crate) struct Post {
     max_packet: usize,

@@ -36,7 +36,7 @@ struct State {
     ended: bool,
     /// The own direction has ended.
     finished: bool,
-    /// Why nothing can be sent.
+    /// The reason that nothing can be sent.
     broken: Option<&'static str>,
 }
 

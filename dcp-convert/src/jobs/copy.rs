@@ -164,8 +164,8 @@ impl CopyFiles<'_> {
         self.existing.contains_key(key) && self.complete.contains(key)
     }
 
-    /// What is at the target is what was listed there, so that another writer in the same place fails, or
-    /// this one does, where the storage can tell.
+    /// Returns the mode of a put: the object at the target is the listed one, so that another writer in
+    /// the same place fails, or this one does, where the storage has the means.
     fn put_mode(&self, key: &Key) -> PutMode {
         let capabilities = self.target.capabilities();
         match self.existing.get(key) {

@@ -44,7 +44,7 @@ pub struct RunListing {
     pub other: usize,
     /// Whether there are more files than are looked at, so that not all is known.
     pub truncated: bool,
-    /// What is wrong with the tracker of a run of Megatron-LM, where it names no whole checkpoint.
+    /// The problem of the tracker of a run of Megatron-LM, where it names no whole checkpoint.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tracker_problem: Option<String>,
     /// Links that are not followed and belong to none of the entries, such as a part of the step that the directory
@@ -64,7 +64,7 @@ pub struct RunEntry {
     /// Whether it is complete, judged by names, lengths and small indexes;
     /// `None` when not all of them were seen, or could be.
     pub complete: Option<bool>,
-    /// Why it is not whole.
+    /// The reason that it is not whole.
     pub problem: Option<String>,
     /// The number that its name ends in, of steps as a rule.
     pub step: Option<u64>,
@@ -76,9 +76,9 @@ pub struct RunEntry {
     pub files: u64,
     /// Bytes of all of them.
     pub bytes: u64,
-    /// When the last of them was written, in seconds since 1970, if the storage has it.
+    /// The time of the last of them, in seconds since 1970, if the storage has it.
     pub modified: Option<u64>,
-    /// What to open to read it, relative to the directory; `None` where nothing can be read.
+    /// The path to open to read it, relative to the directory; `None` where nothing can be read.
     pub checkpoint: Option<String>,
 }
 

@@ -24,7 +24,8 @@ pub struct Checkpoint {
     pub(crate) has_all_keys: bool,
     pub(crate) uri: String,
     pub(crate) place: String,
-    /// What `ls` examines: the folder of the checkpoint, above `place` in a step of OLMo-core; or its file.
+    /// The place that `ls` examines: the folder of the checkpoint, above `place` in a step of OLMo-core; or
+    /// its file.
     pub(crate) step: Place,
     pub(crate) step_uri: String,
     pub(crate) format: FormatInfo,
@@ -68,7 +69,7 @@ impl Checkpoint {
         self.format
     }
 
-    /// What jobs of [`dcp_convert`] read.
+    /// The source that jobs of [`dcp_convert`] read.
     #[must_use]
     pub fn source(&self) -> &Source {
         &self.source
@@ -97,20 +98,20 @@ impl Checkpoint {
         self.megatron.as_deref()
     }
 
-    /// What shows that the save did not finish, although all of it can be read.
+    /// The sign that the save did not finish, although all of it can be read.
     #[must_use]
     pub fn unfinished(&self) -> Option<&UnfinishedSave> {
         self.unfinished.as_ref()
     }
 
-    /// What is wrong with the tracker of the run whose latest checkpoint this is.
+    /// The problem of the tracker of the run whose latest checkpoint this is.
     #[must_use]
     pub fn tracker_problem(&self) -> Option<&str> {
         self.tracker_problem.as_ref().map(|(_, problem)| &**problem)
     }
 
-    /// Why this checkpoint is not complete, as `dcp ls` says it; `None` for one that is. Names, lengths,
-    /// indexes and headers are read, and no tensor.
+    /// Returns why this checkpoint is not complete, as `dcp ls` says it; `None` for one that is. Names,
+    /// lengths, indexes and headers are read, and no tensor.
     ///
     /// # Errors
     ///
@@ -156,8 +157,8 @@ impl Checkpoint {
         Ok(None)
     }
 
-    /// What the format of a step says that has its index, and not the file that is written last, as one of
-    /// OLMo-core may, or not all of that file. The reader of the index does not see it.
+    /// Returns what the format says of a step that has its index, and not the file that is written last, as
+    /// one of OLMo-core may, or not all of that file. The reader of the index does not see it.
     pub(crate) async fn lost_commit(&self) -> Result<Option<String>, Error> {
         if !self.is_folder || self.step_uri == self.place {
             return Ok(None);
@@ -170,7 +171,7 @@ impl Checkpoint {
         }
     }
 
-    /// What there was to say when it was opened.
+    /// The notes of opening it.
     #[must_use]
     pub fn notes(&self) -> &[String] {
         &self.notes

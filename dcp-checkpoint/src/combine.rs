@@ -160,11 +160,11 @@ pub struct Average<'a> {
     allow_corrupt_optimizer: bool,
 }
 
-/// What an average wrote.
+/// The result of an average.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct AverageWritten {
-    /// What was written.
+    /// The written checkpoint.
     pub written: Written,
     /// Tensors that are averages.
     pub averaged: usize,

@@ -69,17 +69,17 @@ pub struct Conversion<'a> {
     dequantize: Option<DequantizeOptions>,
 }
 
-/// What a job wrote.
+/// The result of a job that writes.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct Written {
-    /// What was written, or would be.
+    /// The files and tensors that were written, or would be.
     #[serde(flatten)]
     pub report: ConversionReport,
-    /// What the mapping between names did, if one was applied.
+    /// The report of the mapping between names, if one was applied.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mapping: Option<MappingReport>,
-    /// What there was to say while it was written.
+    /// The notes of the job.
     #[serde(skip)]
     pub notes: Vec<String>,
 }

@@ -80,13 +80,13 @@ impl fmt::Debug for Copying<'_> {
 }
 
 impl Copying<'_> {
-    /// How the copy is compared with its source; by bytes by default.
+    /// Sets how the copy is compared with its source; by bytes by default.
     pub fn compare(mut self, compare: Comparing) -> Self {
         self.compare = compare;
         self
     }
 
-    /// How the job uses the machine: memory, files in flight, progress, dry run.
+    /// Sets how the job uses the machine: memory, files in flight, progress, dry run.
     pub fn job(mut self, options: JobOptions) -> Self {
         self.job = options;
         self

@@ -1,4 +1,4 @@
-//! What a checkpoint is written as, and the writing.
+//! Formats and options of a written checkpoint, and the writing.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -33,7 +33,7 @@ const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 /// The ranks that a checkpoint is written for without an option.
 const RANKS: u32 = 1;
 
-/// Where a checkpoint is written, and as what. A text alone is a file or directory of the format
+/// The URL and the format of a written checkpoint. A text alone is a file or directory of the format
 /// that its name says.
 ///
 /// ```
@@ -451,7 +451,7 @@ impl Destination {
     }
 }
 
-/// How a format is written, by the opener's formats.
+/// Returns the writer of a format, by the opener's formats.
 fn target_of(opener: &Opener, format: Format) -> Result<&dyn CheckpointTarget, Error> {
     let registered = format.registered().and_then(|name| opener.formats.by_name(name));
     registered.and_then(|format| format.target()).ok_or_else(|| {
@@ -463,7 +463,7 @@ fn target_of(opener: &Opener, format: Format) -> Result<&dyn CheckpointTarget, E
     })
 }
 
-/// What the source says of how it is to be written.
+/// The facts of the source that decide how it is written.
 #[derive(Debug, Default)]
 pub(crate) struct SourceFacts {
     /// The files that a Hugging Face model gets where no others were chosen.

@@ -1,4 +1,4 @@
-//! Why a checkpoint could not be opened, checked or written: a kind to match, a message, a hint.
+//! The error of opening, checking or writing a checkpoint: a kind to match, a message, a hint.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -12,13 +12,13 @@ use dcp_core::{CheckpointError, StorageError, StorageErrorKind};
 use dcp_mapping::{Mapping, MappingError};
 use dcp_megatron::MegatronError;
 
-/// What went wrong, for a program to act on.
+/// The kind of an error, for a program to act on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
     /// There is nothing at the place.
     NotFound,
-    /// What is there is no checkpoint, or only one file of it.
+    /// The place has no checkpoint, or only one file of it.
     NotACheckpoint,
     /// The checkpoint is damaged or incomplete.
     Damaged,
@@ -44,7 +44,7 @@ pub enum ErrorKind {
     InvalidPlace,
     /// An option has no meaning, or does not apply to this checkpoint or format.
     InvalidOption,
-    /// What the checkpoint says leaves a choice open, such as a rank or a family of models.
+    /// The checkpoint leaves a choice open, such as a rank or a family of models.
     Undecided,
     /// The checkpoints have other keys, shapes or values, and cannot be taken together.
     Disagreement,
@@ -88,7 +88,7 @@ enum Cause {
     None,
     /// The error whose message this one has.
     Same(Source),
-    /// What it follows from.
+    /// The error that it follows from.
     Below(Source),
 }
 
@@ -121,13 +121,13 @@ impl Error {
         })
     }
 
-    /// What went wrong, for a program.
+    /// The kind of the error, for a program.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
-    /// What to do about it, if there is advice.
+    /// The advice, if there is any.
     #[must_use]
     pub fn hint(&self) -> Option<&str> {
         self.0.hint.as_deref()
@@ -142,21 +142,21 @@ impl Error {
         }
     }
 
-    /// The same with this advice.
+    /// Adds this advice.
     #[must_use]
     pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
         self.0.hint = Some(hint.into());
         self
     }
 
-    /// The same without advice.
+    /// Removes the advice.
     #[must_use]
     pub fn without_hint(mut self) -> Self {
         self.0.hint = None;
         self
     }
 
-    /// The same with advice for damage because of which no command reads on, and else without.
+    /// Adds advice for damage because of which no command reads on, and else removes it.
     pub(crate) fn with_hint_of_damage(self) -> Self {
         match self.kind() {
             ErrorKind::Damaged => self.with_hint(
@@ -174,13 +174,13 @@ impl Error {
         self
     }
 
-    /// The same with another message.
+    /// Replaces the message.
     pub(crate) fn with_message(mut self, message: impl Into<String>) -> Self {
         self.0.message = message.into();
         self
     }
 
-    /// The same because of `error`.
+    /// Sets `error` as the cause.
     pub(crate) fn because(mut self, error: impl Into<Source>) -> Self {
         self.0.cause = Cause::Below(error.into());
         self
@@ -355,7 +355,7 @@ impl From<ConvertError> for Error {
     }
 }
 
-/// How to write objects all the same: what they name has to be named.
+/// Advises how to write objects all the same: the callables have to be named.
 fn admitting(found: &[ForeignCallable]) -> String {
     let mut names: Vec<&str> = found.iter().map(|one| &*one.name).collect();
     names.sort_unstable();
@@ -397,7 +397,7 @@ impl From<MegatronError> for Error {
     }
 }
 
-/// What helps where a checkpoint does not say enough of its model.
+/// The advice where a checkpoint does not say enough of its model.
 const UNSAID: &str = "`dcp inspect --args` shows what the checkpoint says; --config DIR reads the \
                       rest from the model's config.json, and a mapping of your own may say it";
 

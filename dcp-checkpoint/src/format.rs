@@ -95,7 +95,7 @@ impl Format {
         }
     }
 
-    /// What is written, in a line.
+    /// Describes the written file or directory, in a line.
     #[must_use]
     pub fn description(self) -> &'static str {
         match self {

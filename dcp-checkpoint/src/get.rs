@@ -106,7 +106,7 @@ pub struct Item<'a> {
     cast: Option<Arc<view::Cast>>,
 }
 
-/// What [`Item::save`] wrote.
+/// The result of [`Item::save`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SavedItem {
@@ -147,7 +147,7 @@ impl Item<'_> {
         &self.found
     }
 
-    /// What the cast did to what was read so far, if there is one.
+    /// The counts of the cast of the elements read so far, if there is one.
     #[must_use]
     pub fn cast(&self) -> Option<CastReport> {
         let mut report = self.cast.as_ref()?.report();

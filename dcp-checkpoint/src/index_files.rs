@@ -71,7 +71,7 @@ fn seems_whole(
     })
 }
 
-/// What a folder with these files is.
+/// Classifies a folder with these files.
 pub(crate) fn classify(
     formats: &FormatRegistry,
     name: &str,

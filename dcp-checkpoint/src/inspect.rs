@@ -1,4 +1,4 @@
-//! What a checkpoint holds, at a glance.
+//! The contents of a checkpoint, at a glance.
 
 use std::fmt;
 
@@ -93,7 +93,7 @@ impl Checkpoint {
         Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out to see what there is")
     }
 
-    /// What is wrong with this checkpoint beyond its files: an index that contradicts itself, a tracker that
+    /// Finds a problem of this checkpoint beyond its files: an index that contradicts itself, a tracker that
     /// names another checkpoint.
     async fn contradiction(&self, summary: &Summary) -> Result<Option<String>, Error> {
         if let Some(unfinished) = &self.unfinished {
@@ -173,17 +173,17 @@ impl fmt::Debug for Wanted<'_> {
     }
 }
 
-/// What a checkpoint holds.
+/// The contents of a checkpoint.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct Inspected {
     /// Keys and files.
     #[serde(flatten)]
     pub summary: Summary,
-    /// What there is to say of a checkpoint of Megatron-Core.
+    /// The description of a checkpoint of Megatron-Core.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub megatron: Option<Description>,
-    /// Why the checkpoint is not whole: as `dcp ls` says it, or what its index contradicts.
+    /// The reason that the checkpoint is not whole, as `dcp ls` says it, or a contradiction of its index.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }

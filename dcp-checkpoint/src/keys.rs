@@ -102,8 +102,8 @@ impl Keys {
         (!selection.is_everything()).then(|| selection.needed())
     }
 
-    /// What `selection` takes of a source, and how many keys it leaves out because only the model
-    /// is usually taken.
+    /// Returns the source with the keys that `selection` takes, and how many keys it leaves out because only
+    /// the model is usually taken.
     pub(crate) async fn apply(
         &self,
         selection: &Selection,

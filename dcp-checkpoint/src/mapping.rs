@@ -29,10 +29,10 @@ use crate::run_config;
 const CONFIG: &str = "config.json";
 /// Bytes of a `config.json` that are read at most.
 const CONFIG_MAX: u64 = 16 << 20;
-/// What `make_vocab_size_divisible_by` is for Megatron-LM.
+/// The default of `make_vocab_size_divisible_by` in Megatron-LM.
 const DIVISOR: u64 = 128;
 
-/// What is converted, under the names that it gets.
+/// The source of a conversion, under the names that it gets.
 #[derive(Debug)]
 pub(crate) struct Named {
     pub(crate) source: Source,
@@ -40,7 +40,7 @@ pub(crate) struct Named {
     pub(crate) report: Option<MappingReport>,
 }
 
-/// Where it goes.
+/// The target of a mapping, as far as it decides about names.
 #[derive(Debug)]
 pub(crate) struct Towards<'a> {
     pub(crate) format: Format,
@@ -48,7 +48,7 @@ pub(crate) struct Towards<'a> {
     pub(crate) tp: u32,
     /// The folder with the configuration.
     pub(crate) config: Option<&'a Path>,
-    /// What the weights are cast to afterwards.
+    /// The dtype to which the weights are cast afterwards.
     pub(crate) dtype: Option<DType>,
 }
 
@@ -56,7 +56,7 @@ pub(crate) struct Towards<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Origin {
     Megatron,
-    /// Those of a Hugging Face folder with a `config.json`.
+    /// Names of a Hugging Face folder with a `config.json`.
     HuggingFace,
     /// Any.
     Other,

@@ -81,14 +81,14 @@ impl MappingOptions {
         Self::default()
     }
 
-    /// The same with this family.
+    /// Sets the family.
     #[must_use]
     pub fn arch(mut self, arch: impl Into<Option<Architecture>>) -> Self {
         self.arch = arch.into();
         self
     }
 
-    /// The same with the vocabulary padded to a multiple of `divisor` times the tensor-parallel
+    /// Sets that the vocabulary is padded to a multiple of `divisor` times the tensor-parallel
     /// size.
     #[must_use]
     pub fn vocab_divisor(mut self, divisor: impl Into<Option<u64>>) -> Self {
@@ -96,7 +96,7 @@ impl MappingOptions {
         self
     }
 
-    /// The same for these layers.
+    /// Sets the kind of layers.
     #[must_use]
     pub fn layers(mut self, layers: impl Into<Option<LayerSpec>>) -> Self {
         self.layers = layers.into();

@@ -1,4 +1,4 @@
-//! How a checkpoint of Megatron-Core is written.
+//! The options of a written checkpoint of Megatron-Core.
 
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ pub struct MegatronTarget {
     /// Ranks that share each expert; by default as many as tensor-parallel ranks, or as the source
     /// has where that is another number there.
     pub(crate) etp: Option<u32>,
-    /// How the layers of the decoder are divided among the stages.
+    /// The division of the layers of the decoder among the stages.
     pub(crate) split: PipelineSplit,
     /// Which versions of Megatron-Core can read it; all since 0.6 by default.
     pub(crate) form: Option<MegatronForm>,
@@ -48,49 +48,49 @@ impl MegatronTarget {
         Self::default()
     }
 
-    /// The same for this number of tensor-parallel ranks.
+    /// Sets the number of tensor-parallel ranks.
     #[must_use]
     pub fn tp(mut self, ranks: impl Into<Option<u32>>) -> Self {
         self.tp = ranks.into();
         self
     }
 
-    /// The same for this number of pipeline stages.
+    /// Sets the number of pipeline stages.
     #[must_use]
     pub fn pp(mut self, stages: impl Into<Option<u32>>) -> Self {
         self.pp = stages.into();
         self
     }
 
-    /// The same for this number of expert-parallel ranks.
+    /// Sets the number of expert-parallel ranks.
     #[must_use]
     pub fn ep(mut self, ranks: impl Into<Option<u32>>) -> Self {
         self.ep = ranks.into();
         self
     }
 
-    /// The same for this number of ranks that share each expert.
+    /// Sets the number of ranks that share each expert.
     #[must_use]
     pub fn etp(mut self, ranks: impl Into<Option<u32>>) -> Self {
         self.etp = ranks.into();
         self
     }
 
-    /// The same with layers divided among the stages in this way.
+    /// Sets how the layers are divided among the stages.
     #[must_use]
     pub fn split(mut self, split: PipelineSplit) -> Self {
         self.split = split;
         self
     }
 
-    /// The same in this form.
+    /// Sets the form.
     #[must_use]
     pub fn form(mut self, form: impl Into<Option<MegatronForm>>) -> Self {
         self.form = form.into();
         self
     }
 
-    /// The same with or without an `integrity.json`.
+    /// Sets whether an `integrity.json` is written.
     #[must_use]
     pub fn integrity(mut self, integrity: bool) -> Self {
         self.integrity = integrity;

@@ -102,7 +102,7 @@ pub(crate) struct Beside {
     pub(crate) left: Vec<String>,
 }
 
-/// What is in a folder: the lengths of files by name, and the names of folders.
+/// The contents of a folder: the lengths of files by name, and the names of folders.
 #[derive(Default)]
 struct Folder {
     files: BTreeMap<String, u64>,
@@ -271,7 +271,7 @@ async fn beside_weights(storage: &dyn Storage, place: &str) -> Result<Beside, Er
     Ok(beside)
 }
 
-/// What is said of a model that was written without a configuration.
+/// The note about a model that was written without a configuration.
 const UNCONFIGURED: &str = "there is no config.json, without which transformers opens no model; \
                             --config DIR copies one";
 

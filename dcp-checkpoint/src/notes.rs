@@ -1,4 +1,4 @@
-//! What a job says while it works.
+//! The notes of a job while it works.
 
 use std::fmt;
 use std::sync::Arc;

@@ -274,7 +274,7 @@ impl Opener {
         Ok(list_run_without(&storage, &self.formats, &refused).await?)
     }
 
-    /// What to say of a folder that is two checkpoints at once: which of them is opened.
+    /// Describes a folder that is two checkpoints at once: which of them is opened.
     ///
     /// # Errors
     ///
@@ -451,7 +451,7 @@ fn selected(uri: &str, selection: &RunSelection, notes: &mut Notes) -> Result<St
     }
 }
 
-/// What to say where the remains of a save are read.
+/// The note where the remains of a save are read.
 pub(crate) fn read_all_the_same(unfinished: &UnfinishedSave) -> String {
     format!("the folder {}; this is read as a checkpoint of PyTorch", unfinished.description)
 }

@@ -1,4 +1,4 @@
-//! How checkpoints are opened.
+//! The opener of checkpoints.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ pub fn default_formats() -> FormatRegistry {
         .with(Arc::new(dcp_megatron::MegatronCoreFormat))
 }
 
-/// How whole a checkpoint has to be.
+/// The completeness that a checkpoint needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Need {
@@ -82,7 +82,7 @@ impl Opener {
         self
     }
 
-    /// How whole a checkpoint has to be; [`Need::Readable`] by default.
+    /// Sets how whole a checkpoint has to be; [`Need::Readable`] by default.
     #[must_use]
     pub fn need(mut self, need: Need) -> Self {
         self.need = need;
@@ -119,7 +119,7 @@ impl Opener {
         &self.storages
     }
 
-    /// The same opener for these tensors; for all where there is no condition.
+    /// Returns this opener for these tensors; for all where there is no condition.
     pub(crate) fn for_keys(&self, keys: Option<WantedKeys>) -> Self {
         Self { keys, ..self.clone() }
     }
@@ -153,7 +153,7 @@ impl Opener {
         self.notes.begin()
     }
 
-    /// The same opener without a listener.
+    /// Returns this opener without a listener.
     pub(crate) fn unheard(&self) -> Self {
         Self { notes: Notes::unheard(), ..self.clone() }
     }

@@ -52,7 +52,7 @@ impl OptimizerOptions {
         Self::default()
     }
 
-    /// The same in this form.
+    /// Sets the form.
     #[must_use]
     pub fn form(mut self, form: impl Into<Option<OptimizerForm>>) -> Self {
         self.form = form.into();
@@ -203,7 +203,7 @@ pub(crate) async fn refuse_corrupt(
 }
 
 impl Checkpoint {
-    /// What is wrong with the optimizer's state of a checkpoint of Megatron-Core, if any of it is
+    /// Finds the problem of the optimizer's state of a checkpoint of Megatron-Core, if any of it is
     /// among the keys `taken`: in words, when it is not that of the model.
     ///
     /// # Errors
@@ -223,7 +223,7 @@ impl Checkpoint {
     }
 }
 
-/// What is wrong with the optimizer's state, when it is not that of the model because it was
+/// Finds the problem of the optimizer's state, when it is not that of the model because it was
 /// shifted.
 async fn shifted(
     uri: &str,

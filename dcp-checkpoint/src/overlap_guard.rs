@@ -11,7 +11,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind};
 use crate::uri::below;
 
-/// What is written at a target.
+/// The kind of thing that is written at a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Shape {
     /// One file, which takes the place of one that is there.

@@ -47,7 +47,7 @@ struct Made {
     folders: Vec<PathBuf>,
 }
 
-/// What [`Rollback::undo`] did.
+/// The result of [`Rollback::undo`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Undone {
@@ -76,7 +76,7 @@ impl Rollback {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The same storage; what is created in it can be taken back.
+    /// Returns the storage with its new objects recorded, so that they can be taken back.
     #[must_use]
     pub fn watch(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
         self.made().watching = true;

@@ -16,12 +16,12 @@ use crate::uri::{below, split};
 const NEMO_WEIGHTS: &str = "weights";
 /// Bytes of a configuration that are read at most.
 const CONFIG_MAX: u64 = 16 << 20;
-/// What Megatron-Bridge writes among the files of a checkpoint.
+/// The configuration that Megatron-Bridge writes among the files of a checkpoint.
 const BRIDGE: &str = "run_config.yaml";
-/// The same of NeMo, in the folder that has the one of the checkpoint.
+/// The configuration of NeMo, in the folder above that of the checkpoint.
 const NEMO: &str = "context/model.yaml";
 
-/// What the configuration of a checkpoint says, and its URL.
+/// Reads the facts in the configuration of a checkpoint, and its URL.
 pub(crate) async fn facts(checkpoint: &Checkpoint) -> Result<Option<(Facts, String)>, Error> {
     if let Some(found) = read(&checkpoint.storage, &checkpoint.place, BRIDGE).await? {
         return Ok(Some(found));

@@ -48,8 +48,8 @@ fn differs(rank: usize, op: &'static str, message: String) -> Error {
     Error::from(CheckpointError::from(error)).with_hint(ADVICE)
 }
 
-/// What a rank is about to do. Ranks with other options than rank 0 would each write their part of another
-/// result.
+/// The job that a rank is about to do. Ranks with other options than rank 0 would each write their part of
+/// another result.
 ///
 /// Paths are no part of it: one place may have another path on each host, and is compared by what it holds.
 #[derive(Debug)]
@@ -65,7 +65,7 @@ impl Work {
         work.option("dry run", &job.dry_run).option("callables", &job.callables)
     }
 
-    /// The same for a job whose ranks divide tensors into segments, each of which finds its own ones by
+    /// A job whose ranks divide tensors into segments, each of which finds its own ones by
     /// their length: so the memory of a rank decides which elements it reads.
     pub(crate) fn divided(name: &str, job: &JobOptions) -> Self {
         let work = Self::new(name, job).option("--max-memory", &job.max_memory);
@@ -95,7 +95,7 @@ impl Work {
         Ok(Self { job, options })
     }
 
-    /// How another rank's differs from this one, which is rank 0's.
+    /// Describes the difference of another rank's from this one, which is rank 0's.
     fn difference(&self, other: &Self) -> Option<String> {
         if self.job != other.job {
             return Some(format!(
@@ -114,7 +114,7 @@ fn number_of(message: &mut MessageReader<'_>) -> Result<u128, CheckpointError> {
     Ok(u128::from_le_bytes(message.bytes()?.try_into().unwrap_or_default()))
 }
 
-/// What a rank sees of one source.
+/// The view of a rank of one source.
 #[derive(Debug, PartialEq, Eq)]
 struct Seen {
     name: String,
@@ -146,7 +146,7 @@ impl Seen {
         Ok(Self { name, index: number_of(message)?, files: number_of(message)? })
     }
 
-    /// How another rank's differs from this one, which is rank 0's.
+    /// Describes the difference of another rank's from this one, which is rank 0's.
     fn difference(&self, other: &Self) -> Option<String> {
         let name = Quoted(&self.name);
         if self.index != other.index {
@@ -177,7 +177,7 @@ pub(crate) async fn same_sources(
     agree(group, &work, &seen).await
 }
 
-/// The same for a source that is these files.
+/// Compares a source that is these files on all ranks.
 pub(crate) async fn same_files(
     job: &JobOptions,
     work: Work,
@@ -205,7 +205,7 @@ async fn agree(group: &JobGroup, work: &Work, seen: &[Seen]) -> Result<(), Error
     Ok(())
 }
 
-/// How what another rank does and sees differs from what rank 0 does and sees.
+/// Describes the difference of the job and sources of another rank from those of rank 0.
 fn difference(first: &[u8], other: &[u8]) -> Result<Option<String>, CheckpointError> {
     let decode = |bytes: &[u8]| -> Result<(Work, Vec<Seen>), CheckpointError> {
         let mut message = MessageReader::new(bytes, SEEN)?;
@@ -258,7 +258,7 @@ async fn files_of(checkpoint: &Checkpoint) -> Result<BTreeMap<Key, Option<Object
     Ok(files)
 }
 
-/// How ranks find that they see one target: rank 0 writes a file with a number there, which all others
+/// The check that ranks see one target: rank 0 writes a file with a number there, which all others
 /// read, and removes it. Nothing is exchanged in a dry run, which makes nothing.
 #[derive(Debug)]
 pub(crate) struct SharedTarget<'a> {

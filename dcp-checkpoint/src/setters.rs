@@ -1,9 +1,9 @@
 //! Options that all builders of jobs have.
 
-/// How a job uses the machine.
+/// The setter of a job's use of the machine.
 macro_rules! job_options {
     () => {
-        /// How the job uses the machine: memory, reads in flight, progress, what Python may run.
+        /// Sets how the job uses the machine: memory, reads in flight, progress, what Python may run.
         pub fn job(mut self, options: dcp_convert::JobOptions) -> Self {
             self.job = options;
             self
@@ -11,7 +11,7 @@ macro_rules! job_options {
     };
 }
 
-/// Where the job writes, for builders with a `destination`.
+/// The setters of the place that a job writes, for builders with a `destination`.
 macro_rules! destination_options {
     () => {
         /// Whether nothing is written, so that the report says what would be.

@@ -26,7 +26,7 @@ use crate::uri::{below, split};
 /// The name of the format of Hugging Face models, which jobs of their own write.
 const MODELS: &str = "huggingface";
 
-/// How a target is written.
+/// The options of writing a target.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct TargetOptions {
@@ -35,7 +35,7 @@ pub struct TargetOptions {
     pub overwrite: bool,
     /// Whether nothing is written, or made.
     pub dry_run: bool,
-    /// What records the objects that are created.
+    /// The record of the objects that are created.
     pub rollback: Rollback,
 }
 
@@ -72,7 +72,7 @@ pub struct TargetFile {
 }
 
 impl TargetFile {
-    /// What jobs of [`dcp_convert`] write.
+    /// The target that jobs of [`dcp_convert`] write.
     #[must_use]
     pub fn target(&self) -> &Target {
         &self.target
@@ -126,7 +126,7 @@ impl<'a> Place<'a> {
         Self { opener, uri, options, claims: true, held: Mutex::default() }
     }
 
-    /// The same for a rank of a group, of which rank 0 holds the place.
+    /// Sets that this is a rank of a group, of which rank 0 holds the place.
     pub(crate) fn held_by_rank_0(mut self, is_rank_0: bool) -> Self {
         self.claims = is_rank_0;
         self

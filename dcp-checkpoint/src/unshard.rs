@@ -53,7 +53,7 @@ pub struct Unsharding<'a> {
 impl Unsharding<'_> {
     job_options!();
 
-    /// How the model is divided into files, and of which format they are.
+    /// Sets how the model is divided into files, and of which format they are.
     pub fn options(mut self, options: UnshardOptions) -> Self {
         self.options = options;
         self

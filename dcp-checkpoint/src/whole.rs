@@ -26,8 +26,8 @@ impl<'a> Whole<'a> {
         Ok(Self::Again(Box::new(opener.open(&checkpoint.uri).await?)))
     }
 
-    /// The same for a job that needs only these keys: the checkpoint itself where it was opened so and
-    /// has them.
+    /// Opens the checkpoint for a job that needs only these keys: the checkpoint itself where it was opened so
+    /// and has them.
     pub(crate) async fn of_keys(
         checkpoint: &'a Checkpoint,
         needed: &WantedKeys,

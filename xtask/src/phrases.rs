@@ -117,7 +117,8 @@ fn documentation_begins_with_a_noun_or_a_verb() {
 
 #[test]
 fn clauses_are_found_in_first_lines_alone() {
-    let text = "/// What it is.\nstruct A;\n\n/// A shard.\n/// What is in it.\n//! How it works.\n";
+    let text =
+        "/// What it is.\nstruct A;\n\n/// A shard.\n/// What is in it.\n//! How it works.\n";
     assert_eq!(clauses(text), [1]);
     assert_eq!(clauses("/// Whether it is.\n// What it is.\n"), [0_usize; 0]);
 }

@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind};
 use crate::opener::{Need, Opener};
 use crate::uri::below;
 
-/// What is wrong with a copy.
+/// The problem of a copy.
 #[derive(Debug)]
 pub(super) struct Wrong {
     /// That of the first checkpoint.
@@ -99,7 +99,7 @@ pub(super) async fn check(
     wrong.map_or(Ok(()), Err)
 }
 
-/// Why the step around the checkpoint in `folder` is not complete, such as that of OLMo-core.
+/// Returns why the step around the checkpoint in `folder` is not complete, such as that of OLMo-core.
 async fn problem_around(
     opener: &Opener,
     target: &str,

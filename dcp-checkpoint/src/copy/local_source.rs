@@ -26,7 +26,7 @@ struct Folder {
     by_link: bool,
 }
 
-/// What is below a local folder besides the bytes of its files.
+/// The entries below a local folder besides the bytes of its files.
 #[derive(Debug, Default)]
 pub(super) struct LocalSource {
     /// The permissions of the files that are copied: the bits of each, without those that a folder on its
@@ -34,7 +34,7 @@ pub(super) struct LocalSource {
     pub(super) permissions: BTreeMap<Key, u32>,
     /// The permissions of the folders that they are in, by name; that of the root is empty.
     pub(super) folders: BTreeMap<String, u32>,
-    /// What is not copied, and needs no copy: names below the folder, each with a reason.
+    /// The entries that are not copied, and need no copy: names below the folder, each with a reason.
     pub(super) left: Vec<String>,
 }
 

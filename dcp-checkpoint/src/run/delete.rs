@@ -21,7 +21,7 @@ const BATCH: usize = 1000;
 /// Folders in a checkpoint that are claimed, besides its own; each claim keeps a file open.
 const CLAIMS_MAX: usize = 64;
 
-/// Why a folder is deleted, which decides what is looked at before.
+/// The reason that a folder is deleted, which decides what is looked at before.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Doomed {
     /// A complete checkpoint.
@@ -32,11 +32,11 @@ pub(super) enum Doomed {
     Incomplete { min_age: Duration, now: SystemTime },
 }
 
-/// What became of the folder.
+/// The result for the folder.
 #[derive(Debug)]
 pub(super) enum Outcome {
     Deleted {
-        /// Why a folder without the checkpoint's files is still there.
+        /// The reason that a folder without the checkpoint's files is still there.
         folder_stays: Option<String>,
     },
     /// It stays, for this reason.
@@ -65,7 +65,7 @@ pub(super) struct Deletion<'a> {
 }
 
 impl Deletion<'_> {
-    /// Why the folder `name` is not deleted, as it is now; `None` where [`run`](Self::run) deletes it,
+    /// Returns why the folder `name` is not deleted, as it is now; `None` where [`run`](Self::run) deletes it,
     /// unless a saver holds it.
     pub(super) async fn objection(
         &self,
@@ -165,7 +165,7 @@ impl Deletion<'_> {
         Outcome::Deleted { folder_stays }
     }
 
-    /// Why the folder stays, with these files.
+    /// Returns why the folder stays, with these files.
     async fn objection_to(
         &self,
         name: &str,

@@ -1,4 +1,4 @@
-//! What Lightning notes of the checkpoints of a run, in the state of the trainer with each of them.
+//! The notes of Lightning on the checkpoints of a run, in the state of the trainer with each of them.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use super::sidecar::names_folder;
 /// The state of the trainer of Lightning and Fabric (2.6), in the folder of a sharded checkpoint.
 pub(super) const LIGHTNING_STATE: &str = "meta.pt";
 
-/// What the callbacks `ModelCheckpoint` had noted when a checkpoint was saved.
+/// The notes of the callbacks `ModelCheckpoint` when a checkpoint was saved.
 #[derive(Debug, PartialEq)]
 pub(super) struct LightningState {
     /// The monitored metrics of this checkpoint, as far as it was among the best.

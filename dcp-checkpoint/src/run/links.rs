@@ -52,7 +52,7 @@ pub(super) struct Links {
 pub(super) struct Special {
     /// Its path, in the folder of the run.
     pub(super) path: String,
-    /// What it is, as the end of a sentence: `is a folder`.
+    /// The kind of the entry, as the end of a sentence: `is a folder`.
     pub(super) what: &'static str,
 }
 

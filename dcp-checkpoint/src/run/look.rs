@@ -33,7 +33,7 @@ pub(super) struct Look {
     pub(super) steps: Vec<Seen>,
     /// Names of files and folders that are no checkpoints of steps.
     pub(super) others: Vec<String>,
-    /// What trainers have noted of the best checkpoints.
+    /// The notes of trainers on the best checkpoints.
     pub(super) notes: Notes,
 }
 

@@ -93,19 +93,19 @@ pub struct RunStep {
     pub name: String,
     /// The training step.
     pub step: u64,
-    /// What to open to read it, relative to the run; `None` where nothing can be read.
+    /// The path to open to read it, relative to the run; `None` where nothing can be read.
     pub checkpoint: Option<String>,
     /// The name of its format; empty where only files that belong to no format are left.
     pub format: &'static str,
     /// Whether all is there that its format needs; `None` where that is unknown.
     pub complete: Option<bool>,
-    /// Why it is not complete.
+    /// The reason that it is not complete.
     pub problem: Option<String>,
     /// Files in its folder.
     pub files: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// When the last of them was written, in seconds since 1970, if the storage has it. Pins, metrics
+    /// The time of the last of them, in seconds since 1970, if the storage has it. Pins, metrics
     /// and marks of deletions do not count.
     pub modified: Option<u64>,
     /// The metrics that were recorded for it: by [`Run::record_metrics`], or in the log of the trainer
@@ -164,7 +164,7 @@ pub struct SkippedStep {
     pub name: String,
     /// The training step.
     pub step: u64,
-    /// What is wrong with it.
+    /// The problem with it.
     pub problem: String,
 }
 
@@ -273,7 +273,7 @@ impl Run {
         Ok(LatestValid { step: None, skipped })
     }
 
-    /// What is wrong with the checkpoint in a folder.
+    /// Finds the problem of the checkpoint in a folder.
     async fn problem_of(&self, name: &str, deep: bool) -> Result<Option<String>, Error> {
         let verified = async {
             let checkpoint = self.opener.open(&below(&self.url, name)).await?;

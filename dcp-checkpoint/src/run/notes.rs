@@ -1,4 +1,4 @@
-//! What trainers note of the best checkpoint, and which of their notes decides.
+//! The notes of trainers on the best checkpoint, and which of their notes decides.
 //!
 //! A trainer saves its state with each checkpoint, and in it the path of the best one so far: each state is
 //! a note. The newest note decides which checkpoint is the best. A note that cannot be read, or
@@ -28,13 +28,13 @@ pub(super) struct Note {
     pub(super) of_step: Option<String>,
     /// The training step at which it was written.
     pub(super) step: Option<u64>,
-    /// When it was written.
+    /// The time of its last write.
     pub(super) written: Option<SystemTime>,
-    /// What it says.
+    /// The checkpoint that it names.
     pub(super) best: Best,
 }
 
-/// What a note says.
+/// The best checkpoint by a note.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Best {
     /// The paths of the best checkpoints; none where the trainer has none.
@@ -96,7 +96,7 @@ impl Notes {
         found
     }
 
-    /// Why a note may name any checkpoint.
+    /// Returns why a note may name any checkpoint.
     fn problem(&self, note: &Note, steps: &[Seen]) -> Option<String> {
         match &note.best {
             Best::Unclear(problem) => Some(problem.clone()),

@@ -118,9 +118,9 @@ pub(super) async fn examine_files(
     }
 }
 
-/// Why what is left of a save, in the folder `name` with these files, is worth more than the space that it takes:
-/// whole weights beside a damaged file, or a whole checkpoint inside that is not the state of an optimizer alone,
-/// such as the model of accelerate.
+/// Returns why the rest of a save, in the folder `name` with these files, is worth more than the space that it
+/// takes: whole weights beside a damaged file, or a whole checkpoint inside that is not the state of an
+/// optimizer alone, such as the model of accelerate.
 pub(super) async fn worth_keeping(
     storage: &Arc<dyn Storage>,
     formats: &FormatRegistry,
@@ -286,7 +286,7 @@ pub(super) fn keep_needed(look: &Look, plan: &mut PrunePlan) {
     }
 }
 
-/// Why `kept` needs `one`.
+/// Returns why `kept` needs `one`.
 fn need(kept: &Seen, one: &Seen) -> Option<String> {
     let name = &kept.step.name;
     if kept.best.iter().any(|best| names_folder(best, &one.step.name)) {

@@ -54,7 +54,7 @@ pub struct Prune {
     now: Option<SystemTime>,
 }
 
-/// What a [`Prune`] deletes, and what it keeps.
+/// The deletions of a [`Prune`], and the checkpoints that it keeps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PrunePlan {
@@ -68,8 +68,8 @@ pub struct PrunePlan {
     pub not_deleted: Vec<NotDeleted>,
     /// Names of files and folders of the run that are no checkpoints of steps, and stay.
     pub others: Vec<String>,
-    /// Why no complete checkpoint is deleted that the policy does not keep: files of a trainer that may
-    /// name it as the best, each as a clause with what is wrong with the file.
+    /// The reasons that no complete checkpoint is deleted that the policy does not keep: files of a trainer
+    /// that may name it as the best, each as a clause with what is wrong with the file.
     pub unclear_notes: Vec<String>,
 }
 
@@ -80,7 +80,7 @@ pub struct LeftBehind {
     /// The path of the file, or that of the object which the upload would have become, in the folder
     /// of the run.
     pub path: String,
-    /// What it is.
+    /// The kind of the leftover.
     pub kind: LeftBehindKind,
     /// Its length, if the storage says it. Stores do not say it of open uploads.
     pub bytes: Option<u64>,
@@ -130,7 +130,7 @@ impl PrunePlan {
     }
 }
 
-/// What a [`Prune`] did.
+/// The result of a [`Prune`].
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PruneReport {
@@ -160,7 +160,7 @@ pub struct Deleted {
     pub files: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// Why its folder is still there, without these files.
+    /// The reason that its folder is still there, without these files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub folder_stays: Option<String>,
 }
@@ -173,7 +173,7 @@ pub struct NotDeleted {
     pub name: String,
     /// The training step.
     pub step: u64,
-    /// Why it is still there.
+    /// The reason that it is still there.
     pub reason: String,
     /// Whether the storage failed, so that the checkpoint may be half deleted. Another run of the
     /// same deletion finishes it.
@@ -404,7 +404,7 @@ impl Prune {
         Ok(report)
     }
 
-    /// Why a checkpoint is deleted.
+    /// Returns why a checkpoint is deleted.
     fn why(&self, step: &RunStep) -> Doomed {
         match (step.is_complete(), step.deleting) {
             (true, _) => Doomed::Complete,

@@ -83,7 +83,7 @@ pub(super) enum BestPath {
 }
 
 impl BestPath {
-    /// What the file says about the best checkpoint.
+    /// Returns the best checkpoint by the file.
     pub(super) fn into_best(self) -> Best {
         match self {
             Self::None => Best::Paths(Vec::new()),

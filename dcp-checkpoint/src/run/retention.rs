@@ -15,7 +15,7 @@ use super::order::StepOrder;
 pub struct StepFacts {
     /// The training step.
     pub step: u64,
-    /// When its last file was written, if the storage has it.
+    /// The time of its last file, if the storage has it.
     pub saved: Option<SystemTime>,
     /// The metrics that were recorded for it.
     pub metrics: BTreeMap<String, f64>,
@@ -183,7 +183,7 @@ impl Retention for KeepEvery {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KeepBest {
-    /// How many.
+    /// The number of checkpoints.
     pub count: usize,
     /// The name of the metric.
     pub metric: String,
@@ -435,7 +435,7 @@ pub fn decide(steps: &[StepFacts], policy: &dyn Retention, now: SystemTime) -> V
     decide_by(StepOrder::Step, steps, policy, now)
 }
 
-/// The same in a chosen order.
+/// Decides in a chosen order.
 pub(super) fn decide_by(
     by: StepOrder,
     steps: &[StepFacts],

@@ -1,9 +1,9 @@
-//! When a trainer saves.
+//! The schedule of a trainer's saves.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime};
 
-/// When a trainer saves: every so many steps, every so much time, at chosen steps.
+/// The schedule of a trainer's saves: every so many steps, every so much time, at chosen steps.
 ///
 /// ```
 /// use std::time::{Duration, SystemTime};
@@ -39,7 +39,7 @@ impl SaveSchedule {
         self
     }
 
-    /// When so much time has passed since the last save.
+    /// Saves when so much time has passed since the last save.
     #[must_use]
     pub fn every(mut self, time: Duration) -> Self {
         self.time = Some(time);

@@ -34,7 +34,7 @@ const STATES_MAX: usize = 8;
 /// The longest state of a trainer that is read, in bytes: those of several checkpoints are read at once.
 pub(super) const STATE_BYTES_MAX: u64 = 16 << 20;
 
-/// What the small files of one checkpoint say.
+/// The contents of the small files of one checkpoint.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Sidecars {
     pub(super) pinned: bool,
@@ -42,13 +42,13 @@ pub(super) struct Sidecars {
     /// Whether a save has written into the folder since its deletion began.
     pub(super) saved_again: bool,
     pub(super) metrics: BTreeMap<String, f64>,
-    /// What files of the trainer's state say about the best checkpoints.
+    /// The notes on the best checkpoints in files of the trainer's state.
     pub(super) notes: Vec<Note>,
     /// The time of the newest file that is none of these.
     pub(super) modified: Option<SystemTime>,
     /// Identifies the files, on a file system.
     pub(super) identity: Option<u64>,
-    /// Why the trainer's state cannot be read, so that a resume may fail.
+    /// The reason that the trainer's state cannot be read, so that a resume may fail.
     pub(super) unreadable_state: Option<String>,
     /// The files that a resume needs besides weights; see [`compared_name`].
     pub(super) state_files: BTreeSet<String>,
@@ -65,7 +65,7 @@ pub(super) struct Mark {
     /// is older than a save that comes later by far more than the resolution of times, which are
     /// whole seconds on some stores. The time of the mark is not: a save may begin in its second.
     newest_ns: Option<u64>,
-    /// When the mark was written.
+    /// The time of the mark.
     #[serde(skip)]
     written: Option<SystemTime>,
 }

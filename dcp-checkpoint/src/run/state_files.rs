@@ -32,9 +32,9 @@ const WHOLE_MAX: u64 = 64 << 10;
 /// Bytes of the start and the end of a long file.
 const PART_BYTES: u64 = 512;
 
-/// The name by which the file at a path in the folder of a step is compared with that of other steps; `None` for
-/// one that a resume does without. Numbers are `#`, as steps differ in them, but for those of ranks in the names of
-/// DeepSpeed, where the file of one rank does not stand for that of another.
+/// The name by which the file at a path in the folder of a step is compared with that of other steps; `None`
+/// for one that a resume does without. Numbers are `#`, as steps differ in them, but for those of ranks in the
+/// names of DeepSpeed, where the file of one rank does not stand for that of another.
 pub(super) fn compared_name(path: &str, byte_len: u64) -> Option<String> {
     let (parent, name) = path.rsplit_once('/').unwrap_or(("", path));
     if parent.is_empty() && MODEL_FILES.contains(&name) {
@@ -74,8 +74,8 @@ fn without_numbers(path: &str) -> String {
     text
 }
 
-/// The files of a model folder among `files`, those of the step in the folder `name`, that were cut short or never
-/// written, or are pointers of Git LFS.
+/// The files of a model folder among `files`, those of the step in the folder `name`, that were cut short or
+/// never written, or are pointers of Git LFS.
 pub(super) async fn unusable(
     storage: &dyn Storage,
     name: &str,
@@ -109,8 +109,8 @@ async fn is_usable(storage: &dyn Storage, file: &ObjectMeta) -> Result<bool, Sto
     Ok(head.trim_ascii_start().starts_with(b"{") && tail.trim_ascii_end().ends_with(b"}"))
 }
 
-/// What is wrong with the file `latest` of DeepSpeed in the folder `name` of a step with these files: a resume
-/// reads the folder that it names.
+/// Finds the problem of the file `latest` of DeepSpeed in the folder `name` of a step with these files: a
+/// resume reads the folder that it names.
 pub(super) async fn latest_problem(
     storage: &dyn Storage,
     name: &str,

@@ -3,7 +3,7 @@
 use dcp_megatron::Tracked;
 use dcp_olmo::olmo_step;
 
-/// How the folders of a run are named. Every name is recognized; a manager writes one of them.
+/// The naming of the folders of a run. Every name is recognized; a manager writes one of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum StepNaming {

@@ -414,7 +414,11 @@ fn a_model_of_torchtitan_becomes_one_of_transformers_and_one_again() {
         ("attention_bias", json!(true), &["attention_bias is true", "no biases"]),
         ("mlp_bias", json!(true), &["mlp_bias is true", "no biases"]),
         ("model_type", json!("qwen2"), &["model_type is \"qwen2\""]),
-        ("architectures", json!(["Qwen2ForCausalLM"]), &["architectures is [\"Qwen2ForCausalLM\"]"]),
+        (
+            "architectures",
+            json!(["Qwen2ForCausalLM"]),
+            &["architectures is [\"Qwen2ForCausalLM\"]"],
+        ),
         ("hidden_act", json!("gelu"), &["hidden_act is \"gelu\""]),
         ("num_attention_heads", json!(0), &["num_attention_heads is 0", "whole number from 1"]),
         ("num_attention_heads", json!(-4), &["num_attention_heads is -4"]),

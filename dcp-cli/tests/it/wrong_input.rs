@@ -237,8 +237,10 @@ fn a_file_where_a_directory_is_needed_is_said_to_be_one() {
     let out = path(&folder, "out");
     dcp(["copy", file, &out]).fails(2, &["is a file, and a directory is needed"]);
     for command in [&["ls", "/dev/null"][..], &["copy", "/dev/null", &out]] {
-        dcp(command.iter().copied())
-            .fails(2, &["\"/dev/null\" is a device, a pipe or a socket, and a directory is needed"]);
+        dcp(command.iter().copied()).fails(
+            2,
+            &["\"/dev/null\" is a device, a pipe or a socket, and a directory is needed"],
+        );
     }
     assert!(!std::path::Path::new(&out).exists());
 }

@@ -101,7 +101,7 @@ async fn problem_of_part(
     Ok(None)
 }
 
-/// What shows that the save did not finish, or elements of a tensor that no chunk holds: the files of a rank
+/// Finds what shows that the save did not finish, or elements of a tensor that no chunk holds: the files of a rank
 /// that are missing. The indexes and headers of ranks are read again, as one.
 async fn contradiction(
     formats: &FormatRegistry,
@@ -140,7 +140,7 @@ fn is_by_ranks(folder: &Folder<'_>) -> bool {
         && folder.files().any(|(name, _)| is_rank(name))
 }
 
-/// Why the checkpoint in a folder, or the one file of `place`, is not complete: the problem of
+/// Returns why the checkpoint in a folder, or the one file of `place`, is not complete: the problem of
 /// [`examined`].
 ///
 /// # Errors

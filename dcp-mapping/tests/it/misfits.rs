@@ -136,7 +136,11 @@ fn models_and_their_configurations_that_disagree() {
     for (field, value, expected) in [
         ("num_attention_heads", json!(5), "40 rows are not those of 5 heads in 2 query groups"),
         ("num_key_value_heads", json!(1), "num_query_groups"),
-        ("num_key_value_heads", json!(0), "num_query_groups is 0"),
+        (
+            "num_key_value_heads",
+            json!(0),
+            "num_key_value_heads is 0: it must be a whole number from 1",
+        ),
         ("head_dim", json!(2), "2 channels (kv_channels) have 20"),
         ("num_hidden_layers", json!(4), "there is no tensor \"model.layers.3."),
         ("num_hidden_layers", json!(2), "no rule for \"model.layers.2."),

@@ -14,7 +14,6 @@ use crate::error::{Error, ErrorKind};
 use crate::format::Format;
 use crate::keys::{Keys, taken_of, unmatched_in};
 use crate::model_files;
-use crate::optimizer::refuse_corrupt;
 use crate::refuse_incomplete::refuse_incomplete;
 use crate::same_place::same_sources;
 use crate::setters::{destination_options, format_options, job_options};
@@ -39,7 +38,6 @@ pub fn merge(checkpoints: &[Checkpoint], target: impl Into<Destination>) -> Merg
         keys: Keys::all(),
         job: JobOptions::default(),
         duplicates: Duplicates::Refuse,
-        allow_corrupt_optimizer: false,
     }
 }
 
@@ -60,7 +58,6 @@ pub fn average(checkpoints: &[Checkpoint], target: impl Into<Destination>) -> Av
         keys: Keys::all(),
         job: JobOptions::default(),
         options: AverageOptions::default(),
-        allow_corrupt_optimizer: false,
     }
 }
 
@@ -73,7 +70,6 @@ pub struct Merge<'a> {
     keys: Keys,
     job: JobOptions,
     duplicates: Duplicates,
-    allow_corrupt_optimizer: bool,
 }
 
 impl Merge<'_> {
@@ -84,12 +80,6 @@ impl Merge<'_> {
     /// The treatment of keys that several checkpoints have; they are refused by default.
     pub fn duplicates(mut self, duplicates: Duplicates) -> Self {
         self.duplicates = duplicates;
-        self
-    }
-
-    /// Takes optimizer state that Megatron-Core 0.15 to 0.19 shifted as it is.
-    pub fn allow_corrupt_optimizer(mut self, allow: bool) -> Self {
-        self.allow_corrupt_optimizer = allow;
         self
     }
 
@@ -113,8 +103,8 @@ impl Merge<'_> {
             self.destination.keep_apart(checkpoint).await?;
             refuse_incomplete(checkpoint, selection.part, &self.job, &mut notes).await?;
         }
-        let layout = self.destination.megatron.layout(first).await?;
-        let mut how = SourceFacts { layout: Some(layout), ..SourceFacts::default() };
+        let layout = self.destination.layout(format, first).await?;
+        let mut how = SourceFacts { layout, ..SourceFacts::default() };
         let unconfigured = match format {
             Format::HuggingFace if self.destination.config_folder().is_none() => {
                 model_files::add_those_of(first, &mut how.files, &mut notes).await?
@@ -132,10 +122,10 @@ impl Merge<'_> {
             error => error.into(),
         })?;
         let taken = taken_of(&selection, &merged).await?;
-        let allow = self.allow_corrupt_optimizer;
+        let (frameworks, options) = (&first.opener.frameworks, self.destination.options());
         // Where a state is corrupt, rank 0 of a group fails, and all ranks with it.
         if let Some(job) = &job.of_coordinator() {
-            refuse_corrupt(allow, &refs, |fqn| taken.contains(fqn), job).await?;
+            frameworks.refuse_state(&refs, &|fqn| taken.contains(fqn), options, job).await?;
         }
         let unmatched = unmatched_in(&selection, [&merged]).await?;
         let merged = selection.apply(&merged, job).await?;
@@ -157,7 +147,6 @@ pub struct Average<'a> {
     keys: Keys,
     job: JobOptions,
     options: AverageOptions,
-    allow_corrupt_optimizer: bool,
 }
 
 /// The result of an average.
@@ -181,12 +170,6 @@ impl Average<'_> {
     /// is that of the destination.
     pub fn options(mut self, options: AverageOptions) -> Self {
         self.options = options;
-        self
-    }
-
-    /// Averages optimizer state that Megatron-Core 0.15 to 0.19 shifted as it is.
-    pub fn allow_corrupt_optimizer(mut self, allow: bool) -> Self {
-        self.allow_corrupt_optimizer = allow;
         self
     }
 
@@ -220,8 +203,8 @@ impl Average<'_> {
             not_taken = not_taken.max(more);
             sources.push(source);
         }
-        let layout = self.destination.megatron.layout(first).await?;
-        let mut how = SourceFacts { layout: Some(layout), ..SourceFacts::default() };
+        let layout = self.destination.layout(format, first).await?;
+        let mut how = SourceFacts { layout, ..SourceFacts::default() };
         let unconfigured = match format {
             Format::HuggingFace if self.destination.config_folder().is_none() => {
                 model_files::add_those_of(first, &mut how.files, &mut notes).await?
@@ -230,10 +213,10 @@ impl Average<'_> {
         };
         let stored = all.iter().map(|checkpoint| &checkpoint.source);
         let unmatched = unmatched_in(&selection, stored).await?;
-        let allow = self.allow_corrupt_optimizer;
+        let (frameworks, options) = (&first.opener.frameworks, self.destination.options());
         // Where a state is corrupt, rank 0 of a group fails, and all ranks with it.
         if let Some(job) = &job.of_coordinator() {
-            refuse_corrupt(allow, &refs, |fqn| taken.contains(fqn), job).await?;
+            frameworks.refuse_state(&refs, &|fqn| taken.contains(fqn), options, job).await?;
         }
         let rule = match sources.first() {
             Some(source) => self.destination.cast_rule(&*source.metadata().await?),

@@ -72,12 +72,12 @@ impl Checkpoint {
     /// Notes that the optimizer's state among `shown` is not that of the model.
     pub(crate) async fn note_optimizer(
         &self,
-        shown: impl Fn(&str) -> bool,
+        shown: impl Fn(&str) -> bool + Send + Sync,
         job: &JobOptions,
         notes: &mut Notes,
     ) {
         // State that cannot be read is an error of whatever needs it.
-        if let Ok(Some(problem)) = self.optimizer_problem(shown, job).await {
+        if let Ok(Some(problem)) = self.state_problem(&shown, job).await {
             notes.say(format!("{problem}; `dcp verify` says what of each"));
         }
     }

@@ -2,21 +2,17 @@
 
 use dcp_convert::keys::StatePart;
 use dcp_convert::view::{DequantizeOptions, Dequantized};
-use dcp_convert::{ConversionReport, JobOptions, Selection, Source};
-use dcp_mapping::MappingReport;
-use dcp_olmo::{OptimizerLayout, source_with_layout};
+use dcp_convert::{ConversionReport, JobOptions, Selection};
 use serde::Serialize;
 
 use crate::checkpoint::Checkpoint;
+use crate::checkpoint::framework::{Named, PluginReport, Preparation, Towards};
 use crate::destination::{Destination, SourceFacts};
 use crate::error::{Error, ErrorKind};
 use crate::format::Format;
 use crate::keys::{Keys, unmatched_in};
-use crate::mapping::Towards;
-use crate::mapping_options::MappingOptions;
-use crate::megatron_target::common_state;
 use crate::model_files;
-use crate::optimizer::OptimizerOptions;
+use crate::notes::Notes;
 use crate::refuse_incomplete::refuse_incomplete;
 use crate::same_place::same_sources;
 use crate::setters::{destination_options, format_options, job_options};
@@ -47,9 +43,6 @@ impl Checkpoint {
             destination: target.into(),
             keys: Keys::all(),
             job: JobOptions::default(),
-            mapping: MappingOptions::default(),
-            optimizer: OptimizerOptions::default(),
-            optimizer_layout: None,
             dequantize: None,
         }
     }
@@ -63,9 +56,6 @@ pub struct Conversion<'a> {
     destination: Destination,
     keys: Keys,
     job: JobOptions,
-    mapping: MappingOptions,
-    optimizer: OptimizerOptions,
-    optimizer_layout: Option<OptimizerLayout>,
     dequantize: Option<DequantizeOptions>,
 }
 
@@ -78,7 +68,7 @@ pub struct Written {
     pub report: ConversionReport,
     /// The report of the mapping between names, if one was applied.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub mapping: Option<MappingReport>,
+    pub mapping: Option<PluginReport>,
     /// The notes of the job.
     #[serde(skip)]
     pub notes: Vec<String>,
@@ -89,25 +79,6 @@ impl Conversion<'_> {
     destination_options!();
     format_options!();
 
-    /// The mapping between names of Megatron-Core and of Hugging Face, where it is not the usual
-    /// one.
-    pub fn mapping(mut self, mapping: MappingOptions) -> Self {
-        self.mapping = mapping;
-        self
-    }
-
-    /// The treatment of Megatron-Core's optimizer state.
-    pub fn optimizer(mut self, optimizer: OptimizerOptions) -> Self {
-        self.optimizer = optimizer;
-        self
-    }
-
-    /// Divides the optimizer's state as OLMo-core does.
-    pub fn optimizer_layout(mut self, layout: impl Into<Option<OptimizerLayout>>) -> Self {
-        self.optimizer_layout = layout.into();
-        self
-    }
-
     /// Makes quantized tensors plain numbers.
     pub fn dequantize(mut self, options: impl Into<Option<DequantizeOptions>>) -> Self {
         self.dequantize = options.into();
@@ -117,18 +88,24 @@ impl Conversion<'_> {
     /// Whether the result depends on other tensors than those that are written, because they are
     /// computed from several, or get their names by the family of the model.
     async fn reads_names_of_others(&self, format: Format) -> Result<bool, Error> {
-        let computes = self.dequantize.is_some() || self.optimizer_layout.is_some();
-        let renames = match format {
-            Format::TorchDist => true,
-            _ => self.mapping.may_rename(self.checkpoint, format).await?,
-        };
-        Ok(computes || renames)
+        let options = self.destination.options();
+        if self.dequantize.is_some() || options.given_of_optimizer().is_some() {
+            return Ok(true);
+        }
+        let frameworks = &self.checkpoint.opener.frameworks;
+        if self.destination.framework_target(&self.checkpoint.opener, format).is_some() {
+            return Ok(true);
+        }
+        match frameworks.mapping() {
+            Some(mapping) => mapping.may_rename(self.checkpoint, format, options).await,
+            None => Ok(false),
+        }
     }
 
     /// Refuses options of an optimizer that is not written.
     fn refuse_optimizer_options(&self, selection: &Selection) -> Result<(), Error> {
-        let layout = self.optimizer_layout.map(|_| "--optimizer-layout");
-        let Some(option) = self.optimizer.given().or(layout) else { return Ok(()) };
+        let option = self.destination.options().given_of_optimizer();
+        let Some(option) = option else { return Ok(()) };
         if selection.part == StatePart::Everything {
             return Ok(());
         }
@@ -154,8 +131,6 @@ impl Conversion<'_> {
         let (destination, job) = (&self.destination, &self.job);
         let work = destination.work("conversion", &checkpoint, job).await?;
         let work = work.option("keys", &selection);
-        let work = work.option("the mapping of names", &self.mapping);
-        let work = work.option("optimizer", &(self.optimizer, self.optimizer_layout));
         let work = work.option("--dequantize", &self.dequantize);
         same_sources(job, work, &[&checkpoint]).await?;
         destination.keep_apart(&checkpoint).await?;
@@ -163,22 +138,43 @@ impl Conversion<'_> {
         if checkpoint.unfinished.is_none() || format != Format::Safetensors {
             refuse_incomplete(&checkpoint, selection.part, job, &mut notes).await?;
         }
-        let source = self.optimizer.apply(&checkpoint, &selection, job, &mut notes).await?;
+        let opener = &checkpoint.opener;
+        let mut request = Preparation {
+            options: destination.options(),
+            selection: &selection,
+            job,
+            notes: &mut notes,
+        };
+        let source = opener.frameworks.prepare(&checkpoint, &mut request).await?;
         let source = match self.dequantize {
             Some(how) => Dequantized::apply(&source, how, job).await?,
             None => source,
         };
-        let source = with_layout(source, self.optimizer_layout, job).await?;
-        let layout = destination.megatron.layout(&checkpoint).await?;
-        let (config, dtype) = (destination.config_folder(), destination.cast_dtype());
-        let towards = Towards { format, tp: layout.tp, config, dtype };
-        let named = self.mapping.apply(source, &checkpoint, towards, job, &mut notes).await?;
-        let source = named.source;
-        destination.refuse_idle_sizes(format, &checkpoint, &named.report, &source).await?;
-        let common = match format {
-            Format::TorchDist => common_state(&source, &selection).await?,
-            _ => None,
+        let config = destination.config_folder();
+        let layout = destination.layout(format, &checkpoint).await?;
+        let towards = Towards {
+            format,
+            tensor_parallel: layout.as_ref().map_or(1, |layout| layout.tensor_parallel()),
+            config,
+            dtype: destination.cast_dtype(),
+            options: destination.options(),
+            job,
         };
+        let named = match opener.frameworks.mapping() {
+            Some(mapping) => mapping.apply(source, &checkpoint, towards, &mut notes).await?,
+            None => {
+                note_own_names(&checkpoint, format, &mut notes);
+                Named::new(source)
+            }
+        };
+        let source = named.source;
+        if let Some(layout) = &layout {
+            let is_named = named.report.is_some();
+            destination
+                .refuse_idle_sizes(format, &checkpoint, &**layout, is_named, &source)
+                .await?;
+        }
+        let object = destination.required_object(format, opener, &source, &selection).await?;
         let mut files: Vec<_> = named.config.into_iter().collect();
         let unconfigured = match format {
             Format::HuggingFace if config.is_none() => {
@@ -195,7 +191,7 @@ impl Conversion<'_> {
                 ));
             }
         }
-        let how = SourceFacts { files, layout: Some(layout), common };
+        let how = SourceFacts { files, layout, object };
         let unmatched = unmatched_in(&selection, [&source]).await?;
         let (source, not_taken) = self.keys.apply(&selection, &source, job, &mut notes).await?;
         let mut report = destination.write(&source, &checkpoint, how, job).await?;
@@ -208,20 +204,14 @@ impl Conversion<'_> {
     }
 }
 
-/// The checkpoint with its optimizer, if there is one, in a layout of OLMo-core.
-pub(crate) async fn with_layout(
-    source: Source,
-    layout: Option<OptimizerLayout>,
-    job: &JobOptions,
-) -> Result<Source, Error> {
-    match layout {
-        None => Ok(source),
-        Some(layout) if OptimizerLayout::of(&*source.metadata().await?).is_some() => {
-            Ok(source_with_layout(&source, layout, job).await?)
-        }
-        Some(_) => {
-            let message = "--optimizer-layout finds no optimizer that is divided by parameter";
-            Err(Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out"))
-        }
-    }
+/// Notes that a model of a framework keeps the names of the framework, which transformers does not look for.
+fn note_own_names(checkpoint: &Checkpoint, format: Format, notes: &mut Notes) {
+    let Some(of) = checkpoint.framework.as_ref().filter(|_| format == Format::HuggingFace) else {
+        return;
+    };
+    notes.say(format!(
+        "the tensors keep the names of {}, which transformers does not load: no mapping of names is part of \
+         this program",
+        of.framework.title()
+    ));
 }

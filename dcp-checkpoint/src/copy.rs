@@ -18,13 +18,14 @@ use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::TryStreamExt;
 
 use crate::absent_storage::AbsentStorage;
+use crate::checkpoint::opener::Opener;
 use crate::error::{Error, ErrorKind};
+use crate::format::Shape;
 use crate::held_target::{CLAIMED, has_locks, not_claimed};
 use crate::index_files::{removal_order, split_indices};
 use crate::new_folders::NewFolders;
 use crate::open::cannot_open;
-use crate::opener::Opener;
-use crate::overlap_guard::{Shape, keep_urls_apart};
+use crate::overlap_guard::keep_urls_apart;
 use crate::rollback::Rollback;
 use crate::same_place::{SharedTarget, Work, is_token, same_files};
 use crate::text::count;

@@ -9,8 +9,6 @@ use dcp_core::error::FailureKind;
 use dcp_core::error::StorageOp;
 use dcp_core::text::{Message, Quoted};
 use dcp_core::{CheckpointError, StorageError, StorageErrorKind};
-use dcp_mapping::{Mapping, MappingError};
-use dcp_megatron::MegatronError;
 
 /// The kind of an error, for a program to act on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -100,7 +98,9 @@ impl Error {
         Self(Box::new(inner))
     }
 
-    pub(crate) fn of(kind: ErrorKind, error: impl Into<Source>) -> Self {
+    /// An error of a kind with the message of `error`, which it keeps.
+    #[must_use]
+    pub fn of(kind: ErrorKind, error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         let error = error.into();
         let message = error.to_string();
         Self(Box::new(Inner { kind, message, hint: None, cause: Cause::Same(error) }))
@@ -167,21 +167,23 @@ impl Error {
         }
     }
 
-    /// The same, as an error of another kind.
+    /// Sets the kind.
     #[must_use]
-    pub(crate) fn with_kind(mut self, kind: ErrorKind) -> Self {
+    pub fn with_kind(mut self, kind: ErrorKind) -> Self {
         self.0.kind = kind;
         self
     }
 
-    /// Replaces the message.
-    pub(crate) fn with_message(mut self, message: impl Into<String>) -> Self {
+    /// Sets the message.
+    #[must_use]
+    pub fn with_message(mut self, message: impl Into<String>) -> Self {
         self.0.message = message.into();
         self
     }
 
     /// Sets `error` as the cause.
-    pub(crate) fn because(mut self, error: impl Into<Source>) -> Self {
+    #[must_use]
+    pub fn because(mut self, error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         self.0.cause = Cause::Below(error.into());
         self
     }
@@ -214,13 +216,15 @@ impl StdError for Error {
 
 /// Several reasons, the first of which is the message and the others its sources.
 #[derive(Debug)]
-pub(crate) struct Reasons {
+pub struct Reasons {
     message: String,
     next: Option<Box<Self>>,
 }
 
 impl Reasons {
-    pub(crate) fn new(reasons: Vec<String>) -> Option<Self> {
+    /// The chain of `reasons`; `None` of none.
+    #[must_use]
+    pub fn new(reasons: Vec<String>) -> Option<Self> {
         let chain = |next: Option<Self>, message| Some(Self { message, next: next.map(Box::new) });
         reasons.into_iter().rev().fold(None, chain)
     }
@@ -277,8 +281,9 @@ impl From<StorageError> for Error {
 impl From<CheckpointError> for Error {
     fn from(error: CheckpointError) -> Self {
         let error = match error {
-            CheckpointError::Plugin(plugin) => match plugin.downcast::<MegatronError>() {
-                Ok(megatron) => return (*megatron).into(),
+            // What a plug-in made of its own error for jobs.
+            CheckpointError::Plugin(plugin) => match plugin.downcast::<Self>() {
+                Ok(error) => return *error,
                 Err(plugin) => match plugin.downcast::<ConvertError>() {
                     Ok(convert) => return (*convert).into(),
                     Err(plugin) => CheckpointError::Plugin(plugin),
@@ -368,105 +373,6 @@ fn admitting(found: &[ForeignCallable]) -> String {
         "if these are classes of your own programs,"
     };
     format!("{trust} {} writes them as they are", options.join(" "))
-}
-
-impl From<MegatronError> for Error {
-    fn from(error: MegatronError) -> Self {
-        let (kind, hint) = match error {
-            MegatronError::Checkpoint(error) => return error.into(),
-            MegatronError::Convert(error) => return error.into(),
-            MegatronError::FlatOptimizer { .. } => (
-                ErrorKind::Unsupported,
-                "--no-optimizer leaves it out; --optimizer per-parameter separates the parameters in \
-                 the buffers apart by their values",
-            ),
-            MegatronError::Indivisible { what: "layers", .. } => (
-                ErrorKind::Unsupported,
-                "choose another --pp, or say how many layers the first or the last stage has: \
-                 --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers",
-            ),
-            MegatronError::Layout { .. } | MegatronError::Indivisible { .. } => {
-                (ErrorKind::Unsupported, "choose other sizes for --tp, --pp and --ep")
-            }
-            MegatronError::NotACheckpoint { .. } => {
-                return Self::of(ErrorKind::NotACheckpoint, error);
-            }
-            other => return Self::of(ErrorKind::Damaged, other),
-        };
-        Self::of(kind, error).with_hint(hint)
-    }
-}
-
-/// The advice where a checkpoint does not say enough of its model.
-const UNSAID: &str = "`dcp inspect --args` shows what the checkpoint says; --config DIR reads the \
-                      rest from the model's config.json, and a mapping of your own may say it";
-
-impl From<MappingError> for Error {
-    fn from(error: MappingError) -> Self {
-        let (kind, hint) = match error {
-            MappingError::Convert(error) => return error.into(),
-            MappingError::Declaration { .. } => {
-                (ErrorKind::InvalidOption, "`dcp arch llama` prints one that is right")
-            }
-            MappingError::Yaml { .. } => (
-                ErrorKind::Damaged,
-                "the file describes the model of the checkpoint; without it, --config DIR reads the \
-                 model's config.json",
-            ),
-            MappingError::UnknownFamily { .. } => (
-                ErrorKind::InvalidOption,
-                "name one of them, or a TOML file of your own (`dcp arch llama > my.toml` is one \
-                 to begin with)",
-            ),
-            MappingError::OtherFamily { .. } => {
-                (ErrorKind::InvalidOption, "--arch names another family; `dcp arch` lists them")
-            }
-            MappingError::LeftOver { .. } => (
-                ErrorKind::Unmapped,
-                "`dcp arch FAMILY > my.toml` prints a mapping to add rules to; --allow-left-over \
-                 leaves them out, and a model that uses them is then another one",
-            ),
-            MappingError::Differs { .. } => (
-                ErrorKind::Unsupported,
-                "--ignore-args goes on all the same, and says so; --config DIR takes the \
-                 configuration that the model is opened with",
-            ),
-            MappingError::Unsaid { .. } => (
-                ErrorKind::Undecided,
-                "pass --config DIR, the folder with the original model's config.json",
-            ),
-            MappingError::UnknownFact { .. } => (ErrorKind::Undecided, UNSAID),
-            MappingError::Rule { ref problem, .. } if problem.ends_with("nor the shapes") => {
-                (ErrorKind::Undecided, UNSAID)
-            }
-            MappingError::BadFact { .. } => (
-                ErrorKind::Damaged,
-                "`dcp inspect` shows what the checkpoint holds and says of its model",
-            ),
-            _ => (
-                ErrorKind::Unmapped,
-                "`dcp inspect` lists what the checkpoint holds: it is not whole, or of another \
-                 family, which --arch names",
-            ),
-        };
-        let message = match &error {
-            MappingError::Rule { file, line, rule, problem } => builtin(file).map(|family| {
-                format!("`dcp arch {family}`, line {line}: rule {rule:?}: {problem}")
-            }),
-            _ => None,
-        };
-        let failure = Self::of(kind, error).with_hint(hint);
-        match message {
-            Some(message) => failure.with_message(message),
-            None => failure,
-        }
-    }
-}
-
-/// The family that a mapping's file is of, if it is built in.
-fn builtin(file: &str) -> Option<&str> {
-    let family = file.strip_prefix("families/")?.strip_suffix(".toml")?;
-    Mapping::declaration(family).map(|_| family)
 }
 
 #[cfg(test)]

@@ -6,7 +6,15 @@ use std::str::FromStr;
 use dcp_convert::keys::StatePart;
 
 use crate::error::{Error, ErrorKind};
-use crate::overlap_guard::Shape;
+
+/// The kind of thing that is written at a target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Shape {
+    /// One file, which takes the place of one that is there.
+    File,
+    /// Files in a folder, which take the place of a checkpoint that is there.
+    Folder,
+}
 
 /// A format to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -21,10 +29,8 @@ pub enum Format {
     TorchSave,
     /// A directory of PyTorch's `torch.distributed.checkpoint`.
     Dcp,
-    /// A directory of Megatron-Core's `torch_dist`.
-    TorchDist,
-    /// A directory of another format that the [`Opener`](crate::Opener) has, by its
-    /// [name](dcp_core::format::FormatInfo::name). It must be a
+    /// A directory of a [target of a framework](crate::framework::FrameworkTarget) or of another format that
+    /// the [`Opener`](crate::Opener) has, by its name. The format must be a
     /// [target](dcp_core::format::CheckpointFormat::target).
     Registered(&'static str),
 }
@@ -49,13 +55,10 @@ impl FromStr for Format {
     ///
     /// ```
     /// use dcp_checkpoint::Format;
-    /// assert_eq!("torch-dist".parse::<Format>().unwrap(), Format::TorchDist);
+    /// assert_eq!("torch-save".parse::<Format>().unwrap(), Format::TorchSave);
     /// assert!("torch".parse::<Format>().is_err());
     /// ```
     fn from_str(name: &str) -> Result<Self, Error> {
-        if name == "megatron" {
-            return Ok(Self::TorchDist);
-        }
         if let Some(format) = Self::ALL.into_iter().find(|format| format.name() == name) {
             return Ok(format);
         }
@@ -63,7 +66,7 @@ impl FromStr for Format {
             let message = format!("{name:?} names several formats");
             return Err(Error::new(ErrorKind::Undecided, message).with_hint(
                 "torch-save is one file of torch.save, dcp a directory of \
-                 torch.distributed.checkpoint, torch-dist one of Megatron-Core",
+                 torch.distributed.checkpoint",
             ));
         }
         let message = format!("{name:?} names no format");
@@ -78,9 +81,8 @@ fn names() -> String {
 }
 
 impl Format {
-    /// The formats that dcp writes.
-    pub const ALL: [Self; 5] =
-        [Self::Safetensors, Self::HuggingFace, Self::TorchSave, Self::Dcp, Self::TorchDist];
+    /// The formats that are written without a plug-in.
+    pub const ALL: [Self; 4] = [Self::Safetensors, Self::HuggingFace, Self::TorchSave, Self::Dcp];
 
     /// Its name, as `dcp convert --to` takes it.
     #[must_use]
@@ -90,7 +92,6 @@ impl Format {
             Self::HuggingFace => "hf",
             Self::TorchSave => "torch-save",
             Self::Dcp => "dcp",
-            Self::TorchDist => "torch-dist",
             Self::Registered(name) => name,
         }
     }
@@ -106,7 +107,6 @@ impl Format {
             }
             Self::TorchSave => "One file of torch.save, objects included",
             Self::Dcp => "A directory of PyTorch's torch.distributed.checkpoint",
-            Self::TorchDist => "A directory of Megatron-Core's torch_dist",
             Self::Registered(_) => "A directory of a format that is registered",
         }
     }
@@ -138,11 +138,9 @@ impl Format {
     #[must_use]
     pub fn usual_part(self) -> StatePart {
         match self {
-            Self::Safetensors
-            | Self::TorchSave
-            | Self::Dcp
-            | Self::TorchDist
-            | Self::Registered(_) => StatePart::Everything,
+            Self::Safetensors | Self::TorchSave | Self::Dcp | Self::Registered(_) => {
+                StatePart::Everything
+            }
             Self::HuggingFace => StatePart::Model,
         }
     }
@@ -151,7 +149,6 @@ impl Format {
     pub(crate) fn registered(self) -> Option<&'static str> {
         match self {
             Self::Dcp => Some("dcp"),
-            Self::TorchDist => Some("megatron"),
             Self::Registered(name) => Some(name),
             Self::Safetensors | Self::HuggingFace | Self::TorchSave => None,
         }
@@ -166,7 +163,7 @@ impl Format {
     pub(crate) fn shape(self) -> Shape {
         match self {
             Self::Safetensors | Self::TorchSave => Shape::File,
-            Self::HuggingFace | Self::Dcp | Self::TorchDist | Self::Registered(_) => Shape::Folder,
+            Self::HuggingFace | Self::Dcp | Self::Registered(_) => Shape::Folder,
         }
     }
 }

@@ -10,7 +10,8 @@ use dcp_core::DType;
 use crate::checkpoint::Checkpoint;
 use crate::destination::cast_to;
 use crate::error::{Error, ErrorKind};
-use crate::overlap_guard::{Shape, keep_apart};
+use crate::format::Shape;
+use crate::overlap_guard::keep_apart;
 use crate::target::TargetOptions;
 
 impl Checkpoint {
@@ -80,18 +81,16 @@ impl<'a> Lookup<'a> {
     }
 }
 
-/// An error that says where a value is that Megatron-Core keeps in the common state.
+/// An error that says where a value is that a framework keeps in its state.
 fn absent(error: ConvertError, checkpoint: &Checkpoint, fqn: &str) -> Error {
     let is_unknown = matches!(error, ConvertError::UnknownFqn { .. });
     let error = Error::from(error);
-    let Some(megatron) = checkpoint.megatron.as_ref().filter(|_| is_unknown) else { return error };
+    let Some(of) = checkpoint.of_framework().filter(|_| is_unknown) else { return error };
     let first = fqn.split('.').next().unwrap_or_default();
-    match megatron.common().get(first) {
-        Some(_) if first == "args" => error
-            .with_hint("it is among the arguments of the run, which `dcp inspect --args` prints"),
-        Some(_) => {
-            error.with_hint("it is in the common state, which `dcp inspect --common` prints")
-        }
+    match of.shown_by(first) {
+        Some(option) => error.with_hint(format!(
+            "it is in the state beside the tensors, which `dcp inspect {option}` prints"
+        )),
         None => error,
     }
 }

@@ -3,21 +3,17 @@
 use std::fmt;
 
 use dcp_convert::JobOptions;
-use dcp_convert::jobs::inspect::{KeySummary, Summary};
-use dcp_core::Key;
+use dcp_convert::jobs::inspect::Summary;
 use dcp_core::format::Listing;
-use dcp_core::storage::StorageExt;
-use dcp_core::text::Quoted;
-use dcp_megatron::StoredFormat;
-use dcp_megatron::disk::{COMMON_STATE, METADATA_JSON};
-use dcp_megatron::jobs::Description;
 use dcp_planner::validate_metadata;
 use indexmap::IndexMap;
-use serde::Serialize;
-use serde_json::{Map, Value};
+use serde::{Serialize, Serializer};
 
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, ErrorKind};
+use crate::checkpoint::framework::PluginReport;
+use crate::error::Error;
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::setters::job_options;
 
 impl Checkpoint {
@@ -34,72 +30,13 @@ impl Checkpoint {
         Inspection { checkpoint: self, wanted: Wanted::All, job: JobOptions::default() }
     }
 
-    /// The common state of a checkpoint of Megatron-Core, as
-    /// [`value_json`](dcp_convert::element::value_json) writes it.
-    ///
-    /// # Errors
-    ///
-    /// [`InvalidOption`](ErrorKind::InvalidOption) for a checkpoint of another program,
-    /// [`Damaged`](ErrorKind::Damaged) where there is none or none can be recognized.
-    pub async fn common_state(&self) -> Result<Map<String, Value>, Error> {
-        self.common_state_for("--common").await
-    }
-
-    /// The arguments in the common state: those of the run that saved the checkpoint.
-    ///
-    /// # Errors
-    ///
-    /// As [`common_state`](Self::common_state).
-    pub async fn arguments(&self) -> Result<Map<String, Value>, Error> {
-        let mut state = self.common_state_for("--args").await?;
-        state.remove("args").and_then(plain_dict).ok_or_else(|| {
-            self.has_no("arguments in its common state")
-                .with_hint("`dcp inspect --common` shows what there is")
-        })
-    }
-
-    async fn common_state_for(&self, option: &str) -> Result<Map<String, Value>, Error> {
-        if self.megatron.is_none() {
-            return Err(self.no_common_state(option).await);
-        }
-        let found = self.inspect().filter(|name| name == COMMON_STATE).run().await?;
-        match found.summary.keys.into_values().next() {
-            Some(KeySummary::Object { value }) => {
-                plain_dict(value).ok_or_else(|| self.has_no("common state that is a dict"))
-            }
-            _ => Err(self.has_no("common state")),
-        }
-    }
-
-    fn has_no(&self, what: &str) -> Error {
-        Error::new(ErrorKind::Damaged, format!("{:?} has no {what}", self.uri))
-    }
-
-    async fn no_common_state(&self, option: &str) -> Error {
-        if self.is_folder
-            && let Ok(config) = Key::new(METADATA_JSON)
-            && self.storage.contains(&config).await.unwrap_or(false)
-        {
-            let message = format!(
-                "{} has no common state that can be recognized: its {METADATA_JSON} does not name the \
-                 backends of Megatron-Core, because it is damaged or of another program",
-                Quoted(&self.uri)
-            );
-            return Error::new(ErrorKind::Damaged, message)
-                .with_hint(format!("without {option} the command shows what else there is"));
-        }
-        let message =
-            format!("{option} is for checkpoints of Megatron-Core, and {:?} is none", self.uri);
-        Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out to see what there is")
-    }
-
     /// Finds a problem of this checkpoint beyond its files: an index that contradicts itself, a tracker that
     /// names another checkpoint.
     async fn contradiction(&self, summary: &Summary) -> Result<Option<String>, Error> {
         if let Some(unfinished) = &self.unfinished {
             return Ok(Some(format!("it {}", unfinished.description)));
         }
-        let damage = self.megatron.iter().flat_map(|megatron| megatron.damage()).next();
+        let damage = self.of_framework().and_then(|of| of.damage().first());
         if let Some(damage) = summary.unfinished.first().or(damage) {
             return Ok(Some(damage.clone()));
         }
@@ -107,18 +44,17 @@ impl Checkpoint {
             return Ok(Some(format!("{file}: {problem}")));
         }
         // That of an index of PyTorch was compared with its tensors.
-        if self.megatron.is_some() || self.source.dcp_reader().is_some() {
+        if self.framework.is_some() || self.source.dcp_reader().is_some() {
             return Ok(None);
         }
         let errors = validate_metadata(&*self.source.metadata().await?);
         Ok(errors.first().map(ToString::to_string))
     }
 
-    /// The files of the ranks of an old checkpoint of Megatron's, whose merged tensors lie in none.
+    /// The files of ranks whose merged tensors lie in none of them.
     async fn rank_files(&self) -> Result<IndexMap<String, Option<u64>>, Error> {
         let mut files = IndexMap::new();
-        let format = self.megatron.as_ref().map(|checkpoint| checkpoint.format());
-        if !matches!(format, Some(StoredFormat::Legacy { .. })) {
+        if !self.of_framework().is_some_and(|of| of.is_of_ranks()) {
             return Ok(files);
         }
         let listing = Listing::read(&*self.storage, &[]).await?;
@@ -132,18 +68,6 @@ impl Checkpoint {
         }
         files.sort_unstable_keys();
         Ok(files)
-    }
-}
-
-/// The entries of a dict, or those of an object with a dict as its state.
-fn plain_dict(value: Value) -> Option<Map<String, Value>> {
-    let Value::Object(mut map) = value else { return None };
-    match map.get("type").and_then(Value::as_str) {
-        None => Some(map),
-        Some(_) => match map.remove("state") {
-            Some(Value::Object(state)) => Some(state),
-            _ => None,
-        },
     }
 }
 
@@ -180,12 +104,19 @@ pub struct Inspected {
     /// Keys and files.
     #[serde(flatten)]
     pub summary: Summary,
-    /// The description of a checkpoint of Megatron-Core.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub megatron: Option<Description>,
+    /// The description of a checkpoint of a framework, under the name of that.
+    #[serde(flatten, serialize_with = "under_its_name")]
+    pub framework: Option<PluginReport>,
     /// The reason that the checkpoint is not whole, as `dcp ls` says it, or a contradiction of its index.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
+}
+
+fn under_its_name<S: Serializer>(
+    report: &Option<PluginReport>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(report.iter().map(|report| (report.name(), report)))
 }
 
 impl<'a> Inspection<'a> {
@@ -212,8 +143,8 @@ impl<'a> Inspection<'a> {
     pub async fn run(self) -> Result<Inspected, Error> {
         let (checkpoint, job) = (self.checkpoint, &self.job);
         let source = &checkpoint.source;
-        let megatron = match &checkpoint.megatron {
-            Some(megatron) => Some(megatron.describe().await?),
+        let framework = match checkpoint.of_framework() {
+            Some(of) => Some(of.describe().await?),
             None => None,
         };
         let all = matches!(self.wanted, Wanted::All);
@@ -225,8 +156,8 @@ impl<'a> Inspection<'a> {
                 dcp_convert::inspect(source, job, |name| name == fqn).await?
             }
         };
-        if megatron.is_some() {
-            // That of the index below says nothing of Megatron-Core.
+        if framework.is_some() {
+            // That of the index below says nothing of the framework.
             summary.version = None;
         }
         if summary.files.is_empty() && all {
@@ -236,6 +167,6 @@ impl<'a> Inspection<'a> {
             Some(problem) => Some(problem),
             None => checkpoint.contradiction(&summary).await?,
         };
-        Ok(Inspected { summary, megatron, problem })
+        Ok(Inspected { summary, framework, problem })
     }
 }

@@ -7,21 +7,22 @@ use std::sync::Arc;
 use dcp_convert::{ConversionReport, ConvertError, JobOptions, Source};
 use dcp_core::registry::Access;
 use dcp_core::storage::{FolderEntry, StorageExt};
-use dcp_core::{CheckpointMetadata, DType, Key, Storage, StorageError, StorageErrorKind};
+use dcp_core::{DType, Key, Storage, StorageError, StorageErrorKind};
 use dcp_formats::hf::{
     CONFIG_ASIDE, CONFIG_NAME, HfLayout, INDEX_ENDING, config_with_dtype,
     config_without_quantization, names_scales,
 };
 use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
-use dcp_mapping::{Mapping, recognize_config};
 use futures_util::StreamExt as _;
 
 use crate::checkpoint::Checkpoint;
+use crate::checkpoint::opener::Opener;
 use crate::error::{Error, ErrorKind};
 use crate::notes::Notes;
-use crate::opener::Opener;
 use crate::small_file::read_at_most;
 
+/// Bytes of a `config.json` that are read at most.
+const CONFIG_MAX: u64 = 16 << 20;
 /// Bytes of such a file that are read at most; the largest are tokenizers.
 const FILE_MAX: u64 = 256 << 20;
 
@@ -208,6 +209,42 @@ pub(crate) fn parse_configuration(
     })
 }
 
+impl Checkpoint {
+    /// The configuration of a model of Hugging Face: the `config.json` in `folder`, or that of the checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// [`InvalidOption`](ErrorKind::InvalidOption) for a folder without one,
+    /// [`Undecided`](ErrorKind::Undecided) for a checkpoint without one.
+    pub async fn model_config(&self, folder: Option<&Path>) -> Result<serde_json::Value, Error> {
+        let place =
+            folder.map_or_else(|| self.place.clone(), |folder| folder.display().to_string());
+        let storage = match folder {
+            Some(folder) => open_config(&self.opener, folder).await?,
+            None => Arc::clone(&self.storage),
+        };
+        let key = key_of(CONFIG_NAME)?;
+        if !storage.contains(&key).await? {
+            let kind =
+                if folder.is_some() { ErrorKind::InvalidOption } else { ErrorKind::Undecided };
+            return Err(no_config(&place, kind));
+        }
+        let len = storage.stat(&key).await?.byte_len;
+        if len > CONFIG_MAX {
+            let message = format!("{CONFIG_NAME} has {len} bytes, more than a configuration has");
+            return Err(Error::new(ErrorKind::Damaged, message));
+        }
+        let bytes = storage.read_range(&key, 0..len).await?;
+        if let Some(folder) = folder {
+            return parse_configuration(&bytes, folder).map(serde_json::Value::Object);
+        }
+        serde_json::from_slice(&bytes).map_err(|error| {
+            let message = format!("cannot read {CONFIG_NAME} in {place:?}");
+            Error::new(ErrorKind::Damaged, message).because(error)
+        })
+    }
+}
+
 /// A digest of the `config.json` in `folder`; `None` if it cannot be read, which is an error later.
 pub(crate) fn configuration_of(folder: &Path) -> Option<u128> {
     let bytes = read_at_most(&folder.join(CONFIG_NAME), FILE_MAX).ok()?;
@@ -342,38 +379,10 @@ pub(crate) fn say_dtype(files: &mut Files, dtype: DType) -> Result<(), Error> {
     Ok(())
 }
 
-/// Refuses a configuration of a family that is known, where no tensor has a name of that family or some
-/// have names of another program: transformers opens such a folder with random weights.
-pub(crate) fn refuse_other_names(files: &Files, names: &CheckpointMetadata) -> Result<(), Error> {
-    let config = files.iter().find(|(key, _)| key.as_str() == CONFIG_NAME);
-    let config = config.and_then(|(_, bytes)| serde_json::from_slice(bytes).ok());
-    let Some(Ok(family)) = config.map(|config: serde_json::Value| recognize_config(&config)) else {
-        return Ok(());
-    };
-    let tensors = || names.iter().filter(|(_, entry)| entry.as_tensor().is_some());
-    let others = || tensors().map(|(fqn, _)| fqn).filter(|fqn| !family.names_in_hf(fqn));
-    let title = family.title();
-    for mapping in Mapping::of_programs()? {
-        let Some(program) = mapping.program() else { continue };
-        if let Some(first) = others().find(|fqn| mapping.names_in_program(fqn)) {
-            let message =
-                format!("config.json is of {title}, and {first:?} is a name of {program}");
-            return Err(Error::new(ErrorKind::InvalidOption, message).with_hint(format!(
-                "--arch {} gives tensors the names of transformers, and the rows that go with them",
-                mapping.name()
-            )));
-        }
-    }
-    let Some(first) = others().next().filter(|_| others().count() == tensors().count()) else {
-        return Ok(());
-    };
-    let message = format!(
-        "config.json is of {title}, and no tensor has a name of that family; the first is {first:?}"
-    );
-    Err(Error::new(ErrorKind::InvalidOption, message).with_hint(
-        "give tensors the names of transformers with --rename or --map, or pass --config with the \
-         folder of this model",
-    ))
+/// The configuration among the files of a model.
+pub(crate) fn configuration(files: &Files) -> Option<serde_json::Value> {
+    let (_, bytes) = files.iter().find(|(key, _)| key.as_str() == CONFIG_NAME)?;
+    serde_json::from_slice(bytes).ok()
 }
 
 /// Adds the files that were found or made for the weights and that are not there yet.

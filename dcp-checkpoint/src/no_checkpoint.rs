@@ -5,8 +5,8 @@ use dcp_core::format::Place;
 use dcp_core::registry::Access;
 use dcp_formats::incomplete_files::{LFS_PROBLEM, lfs_pointer};
 
+use crate::checkpoint::opener::Opener;
 use crate::error::{Error, ErrorKind};
-use crate::opener::Opener;
 
 impl Opener {
     /// The error of a file that is a pointer of Git LFS, where a checkpoint cannot be opened: a parser

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 type Listener = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// Collects what a job says and passes it on at once.
+/// The notes of a job, each of which the listener of its opener gets at once.
 #[derive(Clone, Default)]
-pub(crate) struct Notes {
+pub struct Notes {
     listener: Option<Listener>,
     said: Vec<String>,
 }
@@ -27,7 +27,8 @@ impl Notes {
         Self::default()
     }
 
-    pub(crate) fn say(&mut self, text: impl Into<String>) {
+    /// Adds a note.
+    pub fn say(&mut self, text: impl Into<String>) {
         let text = text.into();
         if let Some(listener) = &self.listener {
             listener(&text);

@@ -13,19 +13,14 @@ use dcp_core::format::{
 };
 use dcp_core::registry::Access;
 use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
-use dcp_megatron::MegatronCheckpoint;
-use dcp_megatron::disk::{HALF_REPLACED, recovered};
 
-use crate::checkpoint::{Checkpoint, TrackerProblem};
+use crate::checkpoint::opener::{Need, Opener};
+use crate::checkpoint::{Checkpoint, OfFramework, TrackerProblem};
 use crate::error::{Error, ErrorKind};
 use crate::no_checkpoint::{cannot_read, not_fetched};
 use crate::notes::Notes;
-use crate::opener::{Need, Opener};
 use crate::text::list;
 use crate::uri::{below, local_path, split};
-
-/// The name of Megatron-Core's format.
-const MEGATRON: &str = "megatron";
 
 /// A folder that was found to hold a checkpoint.
 struct Found {
@@ -79,7 +74,10 @@ impl Opener {
                 format,
                 storage: Arc::clone(&found.storage),
                 is_folder: true,
-                megatron: found.extension::<MegatronCheckpoint>(),
+                framework: self
+                    .frameworks
+                    .checkpoint(format, &found)
+                    .map(|(framework, checkpoint)| OfFramework { framework, checkpoint }),
                 source: Source::from(found),
                 unfinished: None,
                 tracker_problem: None,
@@ -106,16 +104,17 @@ impl Opener {
         let matches = self.formats.recognize(&folder);
         let best = matches.first().filter(|best| best.found.is_checkpoint());
         let Some(best) = best else { return self.open_untracked(uri, &at, &place, notes).await };
-        let is_megatron = best.format.info().name == MEGATRON;
+        // The checkpoint of a framework is opened as it is: the choices below are those of plain formats.
+        let is_framework = self.frameworks.names().contains(&best.format.info().name);
         if let Some(variant) = &self.variant
-            && !is_megatron
+            && !is_framework
         {
             let (format, found) = self.open_variant(&at, &place, variant).await?;
             return Ok(opened(here(), format, found));
         }
         match self.open_selected(&*best.format, &place).await {
             Ok(found) => {
-                if !is_megatron {
+                if !is_framework {
                     self.settle_ranks(uri, &found.differing)?;
                 }
                 found.notes.iter().for_each(|note| notes.say(note));
@@ -125,7 +124,7 @@ impl Opener {
                 note_variants(&found.variants, notes);
                 let mut opened = opened(here(), best.format.info(), found);
                 opened.tracker_problem = tracker_problem;
-                if !is_megatron {
+                if !is_framework {
                     let metadata = opened.source.metadata().await?;
                     let unfinished = self.formats.unfinished(&folder, &metadata);
                     if let Some((_, unfinished)) = unfinished {
@@ -135,7 +134,7 @@ impl Opener {
                 }
                 Ok(opened)
             }
-            Err(error) if is_missing(&error) && !is_megatron => {
+            Err(error) if is_missing(&error) && !is_framework => {
                 if folder.has(".metadata") {
                     return Err(error.into());
                 }
@@ -151,7 +150,7 @@ impl Opener {
                         self.settle_ranks(uri, &found.differing)?;
                     }
                 }
-                Err(cannot_read(if is_megatron { &at } else { uri }, error))
+                Err(cannot_read(if is_framework { &at } else { uri }, error))
             }
         }
     }
@@ -334,8 +333,8 @@ impl Opener {
         let storage = open(uri, Access::Read).await?;
         let place = self.find(uri, &storage, &mut Notes::unheard()).await?.uri;
         let storage = open(&place, if dry_run { Access::Read } else { Access::Write }).await?;
-        if !Arc::ptr_eq(&recovered(&storage).await?, &storage) {
-            let message = format!("{place:?}: {HALF_REPLACED}");
+        if let Some(problem) = self.frameworks.half_replaced(&storage).await? {
+            let message = format!("{place:?}: {problem}");
             return Err(Error::new(ErrorKind::Unfinished, message));
         }
         let rewritten = dcp_convert::rewrite_metadata(&storage, choice, dry_run).await;

@@ -3,8 +3,8 @@
 use dcp_core::format::WantedKeys;
 
 use crate::checkpoint::Checkpoint;
+use crate::checkpoint::opener::Opener;
 use crate::error::Error;
-use crate::opener::Opener;
 
 impl Opener {
     /// Opens a checkpoint as [`open`](Self::open) does, for these keys. A format may leave out other

@@ -9,16 +9,8 @@ use dcp_core::registry::StorageRegistry;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind};
+use crate::format::Shape;
 use crate::uri::below;
-
-/// The kind of thing that is written at a target.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Shape {
-    /// One file, which takes the place of one that is there.
-    File,
-    /// Files in a folder, which take the place of a checkpoint that is there.
-    Folder,
-}
 
 /// Refuses to write over a file of the source, before anything is opened for writing.
 ///

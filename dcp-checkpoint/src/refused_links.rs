@@ -14,7 +14,7 @@ use dcp_core::error::error_chain;
 use dcp_core::registry::Access;
 use dcp_core::{Key, StorageError, StorageErrorKind};
 
-use crate::opener::Opener;
+use crate::checkpoint::opener::Opener;
 use crate::uri::{below, local_path};
 
 /// The maximum number of entries of a folder, and of those below it, that are looked at.

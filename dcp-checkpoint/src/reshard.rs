@@ -3,17 +3,16 @@
 use dcp_convert::JobOptions;
 use dcp_convert::keys::StatePart;
 use dcp_core::format::Compression;
-use dcp_olmo::OptimizerLayout;
 
 use crate::checkpoint::Checkpoint;
-use crate::convert::{Written, with_layout};
+use crate::checkpoint::framework::{Concern, Preparation};
+use crate::convert::Written;
 use crate::destination::{Destination, SourceFacts};
 use crate::error::{Error, ErrorKind};
 use crate::format::Format;
+use crate::format::Shape;
 use crate::keys::{Keys, unmatched_in};
-use crate::megatron_target::{MegatronTarget, common_state};
-use crate::optimizer::OptimizerOptions;
-use crate::overlap_guard::{Shape, keep_apart};
+use crate::overlap_guard::keep_apart;
 use crate::refuse_incomplete::refuse_incomplete;
 use crate::same_place::same_sources;
 use crate::setters::{destination_options, job_options};
@@ -24,10 +23,9 @@ impl Checkpoint {
     /// format that equal ranks cannot write becomes a checkpoint of PyTorch's.
     ///
     /// ```no_run
-    /// # use dcp_checkpoint::{Checkpoint, Error, MegatronTarget};
-    /// # async fn example(pytorch: Checkpoint, megatron: Checkpoint) -> Result<(), Error> {
+    /// # use dcp_checkpoint::{Checkpoint, Error};
+    /// # async fn example(pytorch: Checkpoint) -> Result<(), Error> {
     /// pytorch.reshard("resharded").ranks(8).run().await?;
-    /// megatron.reshard("resharded").megatron(MegatronTarget::new().tp(4).pp(2)).run().await?;
     /// # Ok(())
     /// # }
     /// ```
@@ -38,8 +36,6 @@ impl Checkpoint {
             ranks: None,
             keys: Keys::all(),
             job: JobOptions::default(),
-            optimizer: OptimizerOptions::default(),
-            optimizer_layout: None,
         }
     }
 }
@@ -53,23 +49,16 @@ pub struct Resharding<'a> {
     ranks: Option<u32>,
     keys: Keys,
     job: JobOptions,
-    optimizer: OptimizerOptions,
-    optimizer_layout: Option<OptimizerLayout>,
 }
 
 impl Resharding<'_> {
     job_options!();
     destination_options!();
 
-    /// Writes for this number of equal ranks. For a checkpoint of any format but Megatron-Core's.
+    /// Writes for this number of equal ranks. A checkpoint of a framework that divides tensors by rules of its
+    /// own has a layout among the options of the framework instead.
     pub fn ranks(mut self, ranks: impl Into<Option<u32>>) -> Self {
         self.ranks = ranks.into();
-        self
-    }
-
-    /// Writes for this layout. For a checkpoint of Megatron-Core.
-    pub fn megatron(mut self, layout: MegatronTarget) -> Self {
-        self.destination = self.destination.megatron(layout);
         self
     }
 
@@ -79,40 +68,34 @@ impl Resharding<'_> {
         self
     }
 
-    /// The treatment of Megatron-Core's optimizer state.
-    pub fn optimizer(mut self, optimizer: OptimizerOptions) -> Self {
-        self.optimizer = optimizer;
-        self
-    }
-
-    /// Divides the optimizer's state as OLMo-core does.
-    pub fn optimizer_layout(mut self, layout: impl Into<Option<OptimizerLayout>>) -> Self {
-        self.optimizer_layout = layout.into();
-        self
-    }
-
     /// The destination, of the format of the source.
     fn destination(&self) -> Result<Destination, Error> {
         let (destination, uri) = (self.destination.clone(), &self.checkpoint.uri);
-        match (self.ranks, &self.checkpoint.megatron) {
-            (None, Some(_)) => Ok(destination.to(Format::TorchDist)),
+        let of = self.checkpoint.framework.as_ref();
+        let target = of.and_then(|of| Some((of.framework.title(), of.framework.target()?)));
+        let layout = self.destination.options().given().find_map(|(options, option)| {
+            matches!(options.concern(), Concern::Target(_)).then_some(option)
+        });
+        match (self.ranks, target) {
+            (None, Some((_, target))) => Ok(destination.to(Format::Registered(target.name()))),
             (None, None) => {
                 let message = format!(
-                    "{} is for checkpoints of Megatron-Core, and {uri:?} is none",
-                    destination.megatron.given().unwrap_or("a layout"),
+                    "{} divides checkpoints of a framework, and {uri:?} is none",
+                    layout.unwrap_or("a layout"),
                 );
-                Err(Error::new(ErrorKind::InvalidOption, message).with_hint(
-                    "say --ranks, or `dcp convert --to torch-dist --arch` to make it one",
-                ))
+                let targets = self.checkpoint.opener.frameworks.targets();
+                let hint = targets.fold("say --ranks".to_owned(), |hint, (_, target)| {
+                    format!("{hint}, or `dcp convert --to {} --arch` to make it one", target.name())
+                });
+                Err(Error::new(ErrorKind::InvalidOption, message).with_hint(hint))
             }
-            (Some(_), Some(_)) => {
+            (Some(_), Some((title, _))) => {
                 let message = format!(
-                    "{uri:?} is a checkpoint of Megatron-Core, which equal ranks of PyTorch would \
-                     not leave it"
+                    "{uri:?} is a checkpoint of {title}, which equal ranks of PyTorch would not leave it"
                 );
                 Err(Error::new(ErrorKind::InvalidOption, message).with_hint(
-                    "say --tp, --pp and --ep for another layout of Megatron-Core; `dcp convert \
-                     --to dcp --ranks N` makes it a checkpoint of PyTorch",
+                    "say --tp, --pp and --ep for another layout; `dcp convert --to dcp --ranks N` makes it \
+                     a checkpoint of PyTorch",
                 ))
             }
             (Some(ranks), None) => {
@@ -134,27 +117,29 @@ impl Resharding<'_> {
     pub async fn run(self) -> Result<Written, Error> {
         let selection = self.keys.selection(StatePart::Everything);
         let mut notes = self.checkpoint.opener.notes();
-        let checkpoint = match self.optimizer_layout {
+        let checkpoint = match self.destination.options().given_of_optimizer() {
             Some(_) => Whole::of(self.checkpoint).await?,
             None => Whole::of_keys(self.checkpoint, &selection.needed()).await?,
         };
         let work = self.destination.work("reshard", &checkpoint, &self.job).await?;
         let work = work.option("keys", &selection);
         let work = work.option("--ranks", &self.ranks);
-        let work = work.option("optimizer", &(self.optimizer, self.optimizer_layout));
         same_sources(&self.job, work, &[&checkpoint]).await?;
         keep_apart(&checkpoint, self.destination.uri(), Shape::Folder).await?;
         let (destination, job) = (self.destination()?, &self.job);
         refuse_incomplete(&checkpoint, selection.part, job, &mut notes).await?;
-        let all = self.optimizer.apply(&checkpoint, &selection, job, &mut notes).await?;
-        let all = with_layout(all, self.optimizer_layout, job).await?;
+        let options = destination.options();
+        let mut request = Preparation { options, selection: &selection, job, notes: &mut notes };
+        let opener = &checkpoint.opener;
+        let all = opener.frameworks.prepare(&checkpoint, &mut request).await?;
         let unmatched = unmatched_in(&selection, [&all]).await?;
         let source = selection.apply(&all, job).await?;
-        let mut how = SourceFacts::default();
-        if checkpoint.megatron.is_some() {
-            how.layout = Some(destination.megatron.layout(&checkpoint).await?);
-            how.common = common_state(&all, &selection).await?;
-        }
+        let format = destination.format()?;
+        let how = SourceFacts {
+            layout: destination.layout(format, &checkpoint).await?,
+            object: destination.required_object(format, opener, &all, &selection).await?,
+            ..SourceFacts::default()
+        };
         let mut report = destination.write(&source, &checkpoint, how, job).await?;
         report.unmatched = unmatched;
         Ok(Written { report, mapping: None, notes: notes.into_said() })

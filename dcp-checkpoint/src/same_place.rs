@@ -19,7 +19,7 @@ use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
-use crate::overlap_guard::Shape;
+use crate::format::Shape;
 
 /// The beginning of the name of the file by which ranks find that they see one target. A rank that is
 /// killed may leave one.

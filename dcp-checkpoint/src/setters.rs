@@ -32,6 +32,12 @@ macro_rules! destination_options {
             self
         }
 
+        /// Passes options on to the framework or the mapping that takes this type.
+        pub fn with<T: crate::framework::FrameworkOptions>(mut self, options: T) -> Self {
+            self.destination = self.destination.with(options);
+            self
+        }
+
         /// Writes only these keys, under these names.
         pub fn keys(mut self, keys: crate::Keys) -> Self {
             self.keys = keys;

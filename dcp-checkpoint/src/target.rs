@@ -15,11 +15,12 @@ use futures_util::StreamExt as _;
 
 use crate::absent_storage::AbsentStorage;
 use crate::checkpoint::Checkpoint;
+use crate::checkpoint::opener::Opener;
 use crate::error::{Error, ErrorKind};
+use crate::format::Shape;
 use crate::held_target::{CLAIMED, HeldTarget};
 use crate::new_folders::NewFolders;
-use crate::opener::Opener;
-use crate::overlap_guard::{Shape, keep_apart};
+use crate::overlap_guard::keep_apart;
 use crate::rollback::Rollback;
 use crate::uri::{below, split};
 

@@ -8,7 +8,6 @@ use dcp_convert::jobs::verify::VerifyReport;
 use dcp_core::format::Evidence;
 use dcp_formats::find_incomplete_files;
 use dcp_formats::incomplete_files::{IncompleteFile, LFS_PROBLEM};
-use dcp_megatron::jobs::verify_opened;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
@@ -88,8 +87,7 @@ impl Verification<'_> {
     }
 
     /// Checks the checkpoint, and every file of safetensors or `torch.save` in its folder: a resume needs
-    /// the trainer's state too. Of Megatron-Core's, the optimizer's state is compared with the model;
-    /// of one in a run, the tracker is checked.
+    /// the trainer's state too. A framework checks its own in addition; of one in a run, the tracker is checked.
     ///
     /// # Errors
     ///
@@ -98,12 +96,8 @@ impl Verification<'_> {
         let checkpoint = &*Whole::with_all_keys(self.checkpoint).await?;
         let work = Work::new("verification", &self.job).option("--deep", &self.deep);
         same_sources(&self.job, work, &[checkpoint]).await?;
-        let mut report = match &checkpoint.megatron {
-            Some(megatron) => {
-                let mut report = verify_opened(megatron, self.deep, &self.job).await?;
-                report.format = format!("megatron_{}", megatron.describe().await?.format);
-                report
-            }
+        let mut report = match checkpoint.of_framework() {
+            Some(of) => of.verify(self.deep, &self.job).await?,
             None => dcp_convert::verify(&checkpoint.source, self.deep, &self.job).await?,
         };
         let found: BTreeSet<String> =

@@ -6,8 +6,8 @@ use dcp_convert::keys::has_needed;
 use dcp_core::format::WantedKeys;
 
 use crate::checkpoint::Checkpoint;
+use crate::checkpoint::opener::Need;
 use crate::error::Error;
-use crate::opener::Need;
 
 /// A checkpoint that is whole: the one that was opened, or the same one opened again.
 #[derive(Debug)]

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use clap::{CommandFactory, FromArgMatches};
 use dcp::StorageRegistry;
+use dcp::checkpoint::framework::Framework;
 use dcp::collectives::Launch;
 use dcp::core::format::CheckpointFormat;
 use dcp::core::text::Quoted;
@@ -25,7 +26,7 @@ use crate::ranks::Ranks;
 use crate::session::Session;
 use crate::threads;
 
-/// The `dcp` command, with the storages and formats of plug-ins in addition to its own.
+/// The `dcp` command, with the storages, formats and frameworks of plug-ins in addition to its own.
 ///
 /// ```
 /// use std::process::ExitCode;
@@ -68,6 +69,14 @@ impl CommandLine {
     /// [target](CheckpointFormat::target). A format of the same name is replaced.
     pub fn format(mut self, format: Arc<dyn CheckpointFormat>) -> Self {
         self.plugins.add_format(format);
+        self
+    }
+
+    /// Adds a training framework, which jobs call for its checkpoints; `--to` takes the name of its
+    /// [target](Framework::target). A framework of the same name is replaced. Its format is registered by
+    /// [`format`](Self::format).
+    pub fn framework(mut self, framework: Arc<dyn Framework>) -> Self {
+        self.plugins.add_framework(framework);
         self
     }
 
@@ -125,7 +134,7 @@ impl CommandLine {
 
 /// The arguments and their help.
 fn program(plugins: &Plugins) -> clap::Command {
-    with_targets(Cli::command(), plugins.targets())
+    with_targets(Cli::command(), &plugins.targets())
 }
 
 /// Whether `--json` is among arguments that could not be understood.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use dcp::StorageRegistry;
 use dcp::checkpoint::Format;
+use dcp::checkpoint::framework::{Framework, Frameworks};
 use dcp::core::format::{CheckpointFormat, FormatRegistry};
 
 type Register = dyn Fn(&mut StorageRegistry) + Send + Sync;
@@ -14,13 +15,18 @@ pub(crate) struct Plugins {
     /// Each registers storages after those of the facade.
     pub(crate) storages: Vec<Box<Register>>,
     formats: FormatRegistry,
+    frameworks: Frameworks,
     targets: Vec<&'static str>,
 }
 
+/// The name of a format to write, and a line about it.
+pub(crate) type Target = (&'static str, &'static str);
+
 impl Default for Plugins {
     fn default() -> Self {
-        let (storages, formats) = (Vec::new(), dcp::default_formats());
-        Self { storages, formats, targets: Vec::new() }
+        let (formats, frameworks) =
+            (dcp::plugins::default_formats(), dcp::plugins::default_frameworks());
+        Self { storages: Vec::new(), formats, frameworks, targets: Vec::new() }
     }
 }
 
@@ -35,9 +41,23 @@ impl Plugins {
         self.formats.register(format);
     }
 
-    /// The names of added formats that checkpoints can be written in.
-    pub(crate) fn targets(&self) -> &[&'static str] {
-        &self.targets
+    /// Adds a framework; it replaces one of the same name.
+    pub(crate) fn add_framework(&mut self, framework: Arc<dyn Framework>) {
+        self.frameworks = std::mem::take(&mut self.frameworks).with(framework);
+    }
+
+    /// What checkpoints can be written in beside the formats of the library: targets of frameworks, and
+    /// added formats.
+    pub(crate) fn targets(&self) -> Vec<Target> {
+        let frameworks = self.frameworks.targets();
+        let frameworks = frameworks.map(|(_, target)| (target.name(), target.description()));
+        let added = self.targets.iter().map(|name| (*name, Format::Registered(name).description()));
+        frameworks.chain(added).collect()
+    }
+
+    /// All frameworks.
+    pub(crate) fn frameworks(&self) -> Frameworks {
+        self.frameworks.clone()
     }
 
     /// All formats.
@@ -55,6 +75,7 @@ impl fmt::Debug for Plugins {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Plugins")
             .field("formats", &self.formats)
+            .field("frameworks", &self.frameworks)
             .field("targets", &self.targets)
             .finish_non_exhaustive()
     }

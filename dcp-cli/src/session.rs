@@ -47,8 +47,9 @@ impl Session {
             let folder = CacheFolder::new(folder).max_bytes(global.cache_size).open()?;
             storages = storages.layer(cache_layer(folder));
         }
-        let opener = Opener::new(storages.clone())
+        let opener = dcp::opener(storages.clone())
             .formats(plugins.formats())
+            .frameworks(plugins.frameworks())
             .rank(global.rank)
             .variant(global.variant.clone());
         let out = Output::new(global.color, global.quiet)

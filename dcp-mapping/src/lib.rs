@@ -7,6 +7,7 @@
 //! memory. A [`Mapping`] serves both directions.
 
 mod config;
+mod conversion;
 mod declaration;
 mod error;
 mod facts;
@@ -16,6 +17,7 @@ mod mapping;
 mod recognize;
 mod template;
 
+pub use conversion::{Architecture, FamilyMapping, MappingOptions};
 pub use error::MappingError;
 pub use facts::{Facts, Padding};
 pub use map::options::{Direction, LayerForm, LayerSpec, MapOptions, Tying};

@@ -167,6 +167,7 @@ mod args;
 pub mod contents;
 pub mod disk;
 pub mod error;
+pub mod framework;
 pub mod jobs;
 mod layout;
 mod load;

@@ -9,6 +9,7 @@
 //! | `step{N}/` folders of a `Checkpointer` | [`RunDir`], [`StepDir`] |
 
 mod format;
+mod framework;
 mod groups;
 mod key_mapping;
 mod layout;
@@ -24,6 +25,7 @@ mod value_hash;
 mod values;
 
 pub use format::{OlmoFormat, OlmoNote, olmo_step};
+pub use framework::Olmo;
 pub use key_mapping::KeyMapping;
 pub use layout::{OptimizerLayout, source_with_layout, with_layout};
 pub use load::{LoadedState, OlmoLoadOptions, get_checkpoint_metadata, load_model_and_optim_state};

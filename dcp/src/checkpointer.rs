@@ -99,14 +99,14 @@ impl Default for Checkpointer {
 }
 
 impl Checkpointer {
-    /// Saves in PyTorch's format and loads every format of [`default_formats`](crate::default_formats),
+    /// Saves in PyTorch's format and loads every format of [`default_formats`](crate::plugins::default_formats),
     /// in this process alone, at the URLs of [`default_storages`](crate::default_storages).
     #[must_use]
     pub fn new() -> Self {
         let saver = Saver::new();
         Self {
             storages: crate::default_storages(),
-            formats: crate::default_formats(),
+            formats: crate::plugins::default_formats(),
             #[cfg(all(feature = "cache", unix))]
             upload_slots: None,
             #[cfg(feature = "trace")]

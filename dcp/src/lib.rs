@@ -56,10 +56,10 @@
 //! | `trace` | yes | traces of saves and loads: phases, files and requests of every rank, which Perfetto opens |
 //! | `collectives` | yes | groups of ranks: threads of one process, or processes over TCP |
 //! | `convert` | yes | offline jobs: inspect, verify, get, diff, stats, convert, reshard, average, merge, report |
-//! | `olmo` | yes | OLMo-core's runs, optimizer layouts and checkpoint functions |
-//! | `megatron` | yes | Megatron-Core's checkpoints of every age, its sharded state dicts, its save and load |
-//! | `checkpoint` | yes | whole checkpoints of any format by URL: open, verify, convert, merge, average, reshard; brings `convert`, `olmo`, `megatron` and `mapping` |
-//! | `mapping` | yes | mappings of weights between Megatron-Core's names and Hugging Face's |
+//! | `checkpoint` | yes | whole checkpoints by URL: open, verify, convert, merge, average, reshard, and the [`manager`] of a run; brings `convert` and no framework |
+//! | `olmo` | yes | OLMo-core's runs, optimizer layouts and checkpoint functions; brings `checkpoint` |
+//! | `megatron` | yes | Megatron-Core's checkpoints of every age, its sharded state dicts, its save and load; brings `checkpoint` |
+//! | `mapping` | yes | mappings of weights between Megatron-Core's names and Hugging Face's; brings `checkpoint` |
 //! | `state` | yes | state dicts of models and optimizers as `torch.distributed.checkpoint.state_dict` makes them |
 //! | `blocking` | yes | the API for callers without a runtime |
 //! | `zstd` | yes | reading and writing items through PyTorch's zstd extension |
@@ -68,9 +68,9 @@
 #[cfg(feature = "blocking")]
 mod block_on;
 pub mod checkpointer;
-mod default_formats;
 #[cfg(feature = "checkpoint")]
 pub mod manager;
+pub mod plugins;
 mod storages;
 
 #[cfg(feature = "checkpoint")]
@@ -112,7 +112,6 @@ pub use dcp_core::{
     Tensor, Value,
 };
 pub use dcp_engine::{AppState, LoadMode};
-pub use default_formats::default_formats;
 pub use storages::default_storages;
 #[cfg(feature = "fs")]
 pub use storages::storages_following_links;
@@ -171,5 +170,21 @@ pub fn load<S: Stateful + Send + ?Sized>(
 /// When there is nothing, no checkpoint, or one that cannot be read.
 #[cfg(feature = "checkpoint")]
 pub async fn open(url: &str) -> Result<Checkpoint, checkpoint::Error> {
-    Opener::new(default_storages()).open(url).await
+    opener(default_storages()).open(url).await
+}
+
+/// An opener of what these storages serve, with the formats and frameworks of this build.
+///
+/// ```no_run
+/// # async fn example() -> Result<(), dcp::checkpoint::Error> {
+/// let opener = dcp::opener(dcp::default_storages()).on_note(|note| eprintln!("note: {note}"));
+/// let checkpoint = opener.open("runs/step_1000").await?;
+/// # Ok(())
+/// # }
+/// ```
+#[cfg(feature = "checkpoint")]
+#[must_use]
+pub fn opener(storages: StorageRegistry) -> Opener {
+    let (formats, frameworks) = (plugins::default_formats(), plugins::default_frameworks());
+    Opener::new(storages).formats(formats).frameworks(frameworks)
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use dcp::core::format::{FormatRegistry, Listing, OpenOptions, OpenedCheckpoint};
 use dcp::core::storage::{ObjectMeta, PutMode};
 use dcp::core::{CheckpointError, Key, Storage};
-use dcp::default_formats;
+use dcp::plugins::default_formats;
 use dcp_conformance::{CountingStorage, Counts, MemoryStorage};
 use dcp_testing::block_on;
 

@@ -12,7 +12,7 @@ use dcp_conformance::{CountingStorage, FaultStorage, MemoryStorage};
 use dcp_testing::block_on;
 
 fn list_run(storage: &Arc<dyn Storage>) -> RunListing {
-    block_on(dcp::convert::list_run(storage, &dcp::default_formats())).unwrap()
+    block_on(dcp::convert::list_run(storage, &dcp::plugins::default_formats())).unwrap()
 }
 
 fn run(files: &[(&str, &str)]) -> RunListing {

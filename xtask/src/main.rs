@@ -18,6 +18,8 @@ mod browser;
 mod deploy;
 mod emulators;
 mod features;
+#[cfg(test)]
+mod frameworks;
 mod fuzz;
 mod interop;
 mod machine;

@@ -10,8 +10,8 @@ use dcp_convert::{JobOptions, Source};
 use dcp_core::registry::Access;
 use dcp_core::text::Quoted;
 
+use crate::checkpoint::opener::{Need, Opener};
 use crate::error::{Error, ErrorKind};
-use crate::opener::{Need, Opener};
 use crate::uri::below;
 
 /// The problem of a copy.
@@ -58,8 +58,8 @@ pub(super) async fn check(
         if !checked.insert(checkpoint.place.clone()) || checkpoint.unfinished.is_some() {
             continue;
         }
-        let source = match checkpoint.megatron {
-            // The bytes of Megatron-Core's are those of PyTorch, on which it builds.
+        let source = match checkpoint.of_framework() {
+            // The bytes are those of PyTorch's format, on which the framework builds.
             Some(_) => Source::dcp(Arc::clone(&checkpoint.storage), true),
             None => checkpoint.source.clone(),
         };

@@ -18,7 +18,6 @@ mod retention;
 mod schedule;
 mod sidecar;
 mod state_files;
-mod step_name;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -29,14 +28,14 @@ use dcp_convert::open::RunListing;
 use dcp_core::registry::Access;
 use dcp_core::text::without_secrets;
 use dcp_core::{Key, Storage, StorageError};
-use dcp_megatron::{Tracked, write_tracker};
 use serde::Serialize;
 
+use crate::checkpoint::opener::Opener;
 use crate::error::{Error, ErrorKind};
 use crate::open::cannot_open;
-use crate::opener::Opener;
 use crate::uri::below;
 
+pub use crate::step_naming::StepNaming;
 pub(crate) use look::is_pointer;
 pub use order::StepOrder;
 pub use prune::{
@@ -47,7 +46,6 @@ pub use retention::{
     StepFacts, decide,
 };
 pub use schedule::SaveSchedule;
-pub use step_name::StepNaming;
 
 impl Opener {
     /// The run in the folder at a URL.
@@ -350,9 +348,7 @@ impl Run {
         let storage = self.open(Access::Write).await?;
         let folder = Key::new(naming.folder(step)).map_err(StorageError::from)?;
         sidecar::write_metrics(&*storage, &folder, metrics).await?;
-        if naming == StepNaming::Iteration {
-            write_tracker(&*storage, Tracked::Iteration(step)).await?;
-        }
+        self.opener.frameworks.note_latest(naming, &*storage, step).await?;
         Ok(())
     }
 

@@ -121,7 +121,7 @@ pub(crate) fn average(args: &Average, session: &Session) -> Result<(), Failure> 
         let average = checkpoint::average(&all, destination)
             .keys(keys)
             .options(args.options())
-            .allow_corrupt_optimizer(args.corrupt_optimizer.allow_corrupt_optimizer)
+            .with(args.corrupt_optimizer.options())
             .job(session.shared(args.destination.writing.options(bar.options())));
         Ok(average.run().await?)
     })?;

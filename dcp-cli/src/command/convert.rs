@@ -1,9 +1,11 @@
 //! `dcp convert`.
 
 use clap::Args;
-use dcp::checkpoint::{Format, Need};
+use dcp::checkpoint::Need;
 use dcp::convert::view::DequantizeOptions;
 use dcp::core::DType;
+use dcp::mapping::MappingReport;
+use dcp::megatron::framework::TORCH_DIST;
 
 use crate::failure::Failure;
 use crate::options::Arch;
@@ -113,7 +115,7 @@ pub(crate) fn convert(args: &Convert, session: &Session) -> Result<(), Failure> 
     let needs_others = args.dequantize.is_some()
         || args.optimizer.layout().is_some()
         || args.arch.is_given()
-        || format == Format::TorchDist;
+        || format == TORCH_DIST;
     let needed = if needs_others { None } else { keys.needed(format) };
     let written = session.run(true, async {
         let opened = session.open_for(&args.source, Need::Whole, needed).await?;
@@ -121,18 +123,22 @@ pub(crate) fn convert(args: &Convert, session: &Session) -> Result<(), Failure> 
         let conversion = opened
             .convert(destination)
             .keys(keys)
-            .mapping(mapping)
-            .optimizer(args.megatron_optimizer.options())
-            .optimizer_layout(args.optimizer.layout())
+            .with(mapping)
+            .with(args.megatron_optimizer.options())
             .dequantize(args.dequantize())
             .job(session.shared(args.destination.writing.options(bar.options())));
+        let conversion = match args.optimizer.layout() {
+            Some(layout) => conversion.with(layout),
+            None => conversion,
+        };
         Ok(conversion.run().await?)
     })?;
     if args.destination.writing.json {
         return out.json(&written);
     }
     write_summary(&written.report, &args.target, false, out)?;
-    if let Some(report) = &written.mapping {
+    let report = written.mapping.as_ref().and_then(|report| report.get::<MappingReport>());
+    if let Some(report) = report {
         mapping_notes(report, out);
     }
     Ok(())

@@ -7,10 +7,11 @@ use dcp::convert::jobs::inspect::KeySummary;
 use dcp::convert::keys::unmatched_patterns;
 use dcp::convert::{ConvertError, Source};
 use dcp::core::format::WantedKeys;
+use dcp::megatron::jobs::Description;
 
 use crate::failure::{Exit, Failure};
 use crate::output::Output;
-use crate::output::render::{megatron, shards, tree};
+use crate::output::render::{megatron, plugin, shards, tree};
 use crate::session::Session;
 
 /// Show what a checkpoint holds.
@@ -151,12 +152,14 @@ fn show(args: &Inspect, inspected: Inspected, out: &Output) -> Result<(), Failur
             _ => Err(Failure::from(ConvertError::NotATensor { fqn: fqn.clone(), part: "shards" })),
         };
     }
-    let Some(description) = &inspected.megatron else {
-        return out.write(&tree::render(&args.uri, summary, "", args.all, out));
+    let description = inspected.framework.as_ref().and_then(|of| of.get::<Description>());
+    let facts = match (&args.filter, description, &inspected.framework) {
+        (Some(_), _, _) | (None, None, None) => String::new(),
+        (None, Some(description), _) => megatron::facts(description, out),
+        (None, None, Some(report)) => plugin::facts(report, out),
     };
-    let facts = match args.filter {
-        Some(_) => String::new(),
-        None => megatron::facts(description, out),
+    let Some(description) = description else {
+        return out.write(&tree::render(&args.uri, summary, &facts, args.all, out));
     };
     let shown = match args.all {
         true => inspected.summary,
@@ -174,8 +177,8 @@ fn common_state(args: &Inspect, session: &Session) -> Result<(), Failure> {
             session.note_ambiguity(&args.uri).await?;
         }
         let state = match args.args {
-            true => opened.arguments().await?,
-            false => opened.common_state().await?,
+            true => dcp::megatron::framework::arguments(&opened).await?,
+            false => dcp::megatron::framework::common_state(&opened).await?,
         };
         Ok(state)
     })?;

@@ -62,7 +62,7 @@ pub(crate) fn merge(args: &Merge, session: &Session) -> Result<(), Failure> {
         let merge = checkpoint::merge(&all, destination)
             .keys(keys)
             .duplicates(duplicates)
-            .allow_corrupt_optimizer(args.corrupt_optimizer.allow_corrupt_optimizer)
+            .with(args.corrupt_optimizer.options())
             .job(session.shared(args.destination.writing.options(bar.options())));
         Ok(merge.run().await?)
     })?;

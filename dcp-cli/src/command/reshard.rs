@@ -103,14 +103,17 @@ pub(crate) fn reshard(args: &Reshard, session: &Session) -> Result<(), Failure> 
         let reshard = opened
             .reshard(&args.target)
             .ranks(args.ranks)
-            .megatron(args.torch_dist.target())
+            .with(args.torch_dist.target())
             .compression(args.compress.method())
             .keys(keys)
-            .optimizer(args.megatron_optimizer.options())
-            .optimizer_layout(args.optimizer.layout())
+            .with(args.megatron_optimizer.options())
             .overwrite(args.writing.overwrite)
             .rollback(&session.rollback)
             .job(session.shared(args.writing.options(bar.options())));
+        let reshard = match args.optimizer.layout() {
+            Some(layout) => reshard.with(layout),
+            None => reshard,
+        };
         Ok(reshard.run().await?)
     })?;
     write_summary(&written.report, &args.target, args.writing.json, out)

@@ -106,12 +106,8 @@ pub(crate) fn unshard(args: &Unshard, session: &Session) -> Result<(), Failure> 
     let report = session.run(true, async {
         let opened = session.open(&args.source, Need::Whole).await?;
         let bar = Bar::new(out, "writing");
-        let unshard = opened
-            .unshard(&args.target)
-            .options(how)
-            .rollback(&session.rollback)
-            .job(session.shared(args.writing.options(bar.options())));
-        Ok(unshard.run().await?)
+        let job = session.shared(args.writing.options(bar.options()));
+        Ok(opened.write_files(&args.target, &how, &session.rollback, &job).await?)
     })?;
     if args.writing.json {
         return out.json(&report);

@@ -172,7 +172,7 @@ fn deletions_of_a_run() {
         assert!(verifies(&step(30)), "{when}");
         let older = [10, 20].map(|number| verifies(&step(number)));
         assert!(!is_over || older == [false; 2], "{when}");
-        let opener = dcp::checkpoint::Opener::new(dcp::default_storages());
+        let opener = dcp::opener(dcp::default_storages());
         let listed = dcp_testing::block_on(opener.run(&shown).steps()).unwrap();
         for (number, whole) in [(10, older[0]), (20, older[1]), (30, true)] {
             let name = format!("step-{number}");

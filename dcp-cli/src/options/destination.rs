@@ -9,16 +9,21 @@ use clap::error::ErrorKind;
 use clap::{Args, Command};
 use dcp::DType;
 use dcp::checkpoint::{self, Format, Rollback};
+use dcp::megatron::framework::TORCH_DIST;
 
 use super::compress::Compress;
 use super::parse::{parse_bytes, parse_dtype};
 use super::torch_dist::TorchDist;
 use super::writing::Writing;
+use crate::plugins::Target;
 
-/// Reads the name of a format, as the library does; also those of registered formats.
+/// Another name of [`TORCH_DIST`].
+const MEGATRON: &str = "megatron";
+
+/// Reads the name of a format, as the library does; also those of frameworks and plug-ins.
 #[derive(Clone, Default)]
 struct FormatParser {
-    registered: Vec<&'static str>,
+    targets: Vec<Target>,
 }
 
 impl TypedValueParser for FormatParser {
@@ -31,12 +36,15 @@ impl TypedValueParser for FormatParser {
         value: &OsStr,
     ) -> Result<Format, clap::Error> {
         let name = value.to_string_lossy();
-        if let Some(name) = self.registered.iter().find(|registered| **registered == name) {
+        // The program's name for the format that Megatron-Core calls torch_dist.
+        let name = if name == MEGATRON { TORCH_DIST.name().into() } else { name };
+        if let Some((name, _)) = self.targets.iter().find(|(known, _)| **known == name) {
             return Ok(Format::Registered(name));
         }
         name.parse().map_err(|error: checkpoint::Error| {
             if error.kind() == checkpoint::ErrorKind::Undecided {
-                let message = format!("{error}: {}\n", error.hint().unwrap_or_default());
+                let hint = error.hint().unwrap_or_default();
+                let message = format!("{error}: {hint}, {TORCH_DIST} one of Megatron-Core\n");
                 return clap::Error::raw(ErrorKind::InvalidValue, message).with_cmd(cmd);
             }
             let names = PossibleValuesParser::new(self.values());
@@ -54,18 +62,15 @@ impl TypedValueParser for FormatParser {
 
 impl FormatParser {
     fn values(&self) -> impl Iterator<Item = PossibleValue> {
-        let registered = self.registered.iter().map(|name| Format::Registered(name));
-        let all = Format::ALL.into_iter().chain(registered);
-        all.map(|format| PossibleValue::new(format.name()).help(format.description()))
+        let plain = |format: Format| (format.name(), format.description());
+        let all = Format::ALL.into_iter().map(plain).chain(self.targets.iter().copied());
+        all.map(|(name, description)| PossibleValue::new(name).help(description))
     }
 }
 
-/// Lets `--to` of every command of `program` take the names of `registered` formats.
-pub(crate) fn with_targets(program: Command, registered: &[&'static str]) -> Command {
-    if registered.is_empty() {
-        return program;
-    }
-    let parser = FormatParser { registered: registered.to_vec() };
+/// Lets `--to` of every command of `program` take the names of `targets`.
+pub(crate) fn with_targets(program: Command, targets: &[Target]) -> Command {
+    let parser = FormatParser { targets: targets.to_vec() };
     program.mut_subcommands(|command| {
         command.mut_args(|arg| match arg.get_value_parser().type_id() == TypeId::of::<Format>() {
             true => arg.value_parser(parser.clone()),
@@ -134,7 +139,7 @@ impl Destination {
             .max_shard_bytes(self.max_shard_size)
             .legacy(self.legacy)
             .device(self.device.clone())
-            .megatron(self.torch_dist.target())
+            .with(self.torch_dist.target())
             .compression(self.compress.method())
             .overwrite(self.writing.overwrite)
             .rollback(rollback);

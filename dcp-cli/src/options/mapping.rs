@@ -1,8 +1,7 @@
 //! Options of the mapping between Megatron-Core and Hugging Face.
 
 use clap::{Args, ValueEnum};
-use dcp::checkpoint::{Architecture, MappingOptions};
-use dcp::mapping::LayerSpec;
+use dcp::mapping::{Architecture, LayerSpec, MappingOptions};
 
 use crate::failure::Failure;
 

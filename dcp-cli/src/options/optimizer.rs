@@ -1,7 +1,7 @@
 //! Options for the optimizer state of Megatron-Core checkpoints.
 
 use clap::{Args, ValueEnum};
-use dcp::checkpoint::{OptimizerForm, OptimizerOptions};
+use dcp::megatron::framework::{OptimizerForm, OptimizerOptions};
 
 /// Options about the optimizer's state of Megatron-Core.
 #[derive(Args, Clone, Copy, Debug, Default)]
@@ -38,15 +38,22 @@ enum Form {
     PerParameter,
 }
 
+impl CorruptOptimizer {
+    /// The library's options for these.
+    pub(crate) fn options(self) -> OptimizerOptions {
+        OptimizerOptions::new().allow_corrupt(self.allow_corrupt_optimizer)
+    }
+}
+
 impl MegatronOptimizer {
     /// The library's options for these.
     pub(crate) fn options(self) -> OptimizerOptions {
-        OptimizerOptions::new()
+        self.corrupt
+            .options()
             .form(self.optimizer.map(|form| match form {
                 Form::Stored => OptimizerForm::Stored,
                 Form::PerParameter => OptimizerForm::PerParameter,
             }))
-            .allow_corrupt(self.corrupt.allow_corrupt_optimizer)
             .repair(self.repair_optimizer)
     }
 }

@@ -1,8 +1,8 @@
 //! Options for writing Megatron-Core checkpoints.
 
 use clap::{Args, ValueEnum};
-use dcp::checkpoint::MegatronTarget;
 use dcp::megatron::MegatronForm;
+use dcp::megatron::framework::MegatronTarget;
 use dcp::megatron::partition::PipelineSplit;
 
 /// How a checkpoint of Megatron-Core is written.

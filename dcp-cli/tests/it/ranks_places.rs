@@ -99,7 +99,7 @@ fn another_option_or_job_on_a_rank_is_named() {
         (WRITERS[2], &[], &["--dry-run"], "\"dry run\""),
         (WRITERS[1], &[], &["--compress", "zstd"], "\"--compress\""),
         (WRITERS[6], &[], &["--weights", "0.25,0.75"], "\"how it averages\""),
-        (WRITERS[8], &[], &["--optim"], "\"how it unshards\""),
+        (WRITERS[8], &[], &["--optim"], "\"options of unshard\""),
         (READERS[2], &["--atol", "1"], &["--atol", "2"], "\"what is compared\""),
         (READERS[2], &[], &["--max-memory", "128MiB"], "\"--max-memory\""),
         (READERS[1], &[], &["--max-memory", "128MiB"], "\"--max-memory\""),

@@ -99,7 +99,8 @@ fn what_cannot_be_compressed_is_refused() {
     for (name, format) in [("a.safetensors", "safetensors"), ("b.pt", "torch-save"), ("c", "hf")] {
         let target = path(&folder, name);
         let args = ["convert", "t21_plain", &target, "--to", format, "--compress", "zstd"];
-        dcp(args).fails(2, &["--compress is for dcp and torch-dist", "hint: leave it out"]);
+        dcp(args)
+            .fails(2, &["--compress is for dcp and formats that compress", "hint: leave it out"]);
         assert!(!Path::new(&target).exists());
     }
     let target = path(&folder, "d");

@@ -1,6 +1,7 @@
 //! Errors of Megatron-Core checkpoints.
 
 mod common_differs;
+mod job_error;
 mod key_mismatch;
 
 use dcp_convert::ConvertError;
@@ -258,16 +259,6 @@ fn listed(backends: &[String]) -> String {
     match backends {
         [] => "nothing else".to_owned(),
         some => some.join(", "),
-    }
-}
-
-impl From<MegatronError> for CheckpointError {
-    fn from(error: MegatronError) -> Self {
-        match error {
-            MegatronError::Checkpoint(error) => error,
-            MegatronError::NotACheckpoint { message } => Self::NotACheckpoint { message },
-            error => Self::Plugin(Box::new(error)),
-        }
     }
 }
 

@@ -208,31 +208,31 @@ pub(super) async fn know(
         }
     }
     let readers = &readers;
-    let prints: Vec<(Bytes, Fingerprint)> = stream::iter(&params)
-        .map(|param| async move {
-            let mut hash = Sha256::new();
-            let mut head = Vec::new();
-            let reader = readers.get(&param.entry);
-            for (region, reader) in param.boxes.iter().zip(std::iter::repeat(reader)) {
-                let Some(reader) = reader else { continue };
-                let size = reader.tensor()?.dtype.size();
-                let wanted = usize::try_from(HEAD).unwrap_or(0) * size;
-                let (total, mut at) = (region.volume(), 0);
-                while at < total {
-                    let end = total.min(at + SEGMENT);
-                    let part = reader.read_range(region, at..end).await?;
-                    hash.update(&part);
-                    let missing = wanted.saturating_sub(head.len()).min(part.len());
-                    head.extend_from_slice(part.get(..missing).unwrap_or_default());
-                    at = end;
-                }
+    let prints = params.iter().map(|param| async move {
+        let mut hash = Sha256::new();
+        let mut head = Vec::new();
+        let reader = readers.get(&param.entry);
+        for (region, reader) in param.boxes.iter().zip(std::iter::repeat(reader)) {
+            let Some(reader) = reader else { continue };
+            let size = reader.tensor()?.dtype.size();
+            let wanted = usize::try_from(HEAD).unwrap_or(0) * size;
+            let (total, mut at) = (region.volume(), 0);
+            while at < total {
+                let end = total.min(at + SEGMENT);
+                let part = reader.read_range(region, at..end).await?;
+                hash.update(&part);
+                let missing = wanted.saturating_sub(head.len()).min(part.len());
+                head.extend_from_slice(part.get(..missing).unwrap_or_default());
+                at = end;
             }
-            let (elements, digest) = (param.elements, hash.finish());
-            Ok::<_, CheckpointError>((Bytes::from(head), Fingerprint { elements, digest }))
-        })
-        .buffered(parallelism.max(1))
-        .try_collect()
-        .await?;
+        }
+        let (elements, digest) = (param.elements, hash.finish());
+        Ok::<_, CheckpointError>((Bytes::from(head), Fingerprint { elements, digest }))
+    });
+    // A stream over the closure itself would not be `Send`.
+    let prints: Vec<_> = prints.collect();
+    let prints: Vec<(Bytes, Fingerprint)> =
+        stream::iter(prints).buffered(parallelism.max(1)).try_collect().await?;
     Ok(Known::new(params, prints))
 }
 

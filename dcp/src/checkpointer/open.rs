@@ -17,7 +17,7 @@ pub(super) enum Opened {
 }
 
 impl Checkpointer {
-    /// The formats that loads recognize; those of [`default_formats`](crate::default_formats) by
+    /// The formats that loads recognize; those of [`default_formats`](crate::plugins::default_formats) by
     /// default. Saves write PyTorch's format, or that of a [`writer`](Self::writer).
     #[must_use]
     pub fn formats(self, formats: FormatRegistry) -> Self {

@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
+use dcp_checkpoint::Error;
 use dcp_checkpoint::run::{
     AllOf, LatestValid, PruneReport, Retention, Run, SaveSchedule, SkippedStep, StepNaming,
 };
-use dcp_checkpoint::{Error, Opener};
 use dcp_core::error::{FailureKind, Phase, error_chain};
 use dcp_core::text::without_secrets;
 use dcp_core::{CheckpointError, Stateful};
@@ -224,7 +224,7 @@ impl CheckpointManager {
     /// The run, to look at its checkpoints, to pin them, and to delete some.
     #[must_use]
     pub fn run(&self) -> Run {
-        Opener::new(self.checkpointer.storage_registry()).run(&self.url)
+        crate::opener(self.checkpointer.storage_registry()).run(&self.url)
     }
 
     /// Whether the trainer saves after `step`, and why. Every rank calls it after the same steps and

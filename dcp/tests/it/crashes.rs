@@ -6,7 +6,6 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use dcp::checkpoint::Opener;
 use dcp::checkpoint::run::{KeepLast, StepNaming};
 use dcp::collectives::{LocalGroup, TcpConfig};
 use dcp::manager::CheckpointManager;
@@ -80,7 +79,7 @@ impl Scene {
     #[track_caller]
     fn look(&self, url: &str, when: &str) -> u8 {
         dcp_testing::block_on(async {
-            let opener = Opener::new(dcp::default_storages());
+            let opener = dcp::opener(dcp::default_storages());
             if !Path::new(url).exists() {
                 return 0;
             }

@@ -365,7 +365,7 @@ fn a_file_of_another_checkpoint_is_found_by_a_load_and_named_by_verify() {
     let text = dcp::core::error::error_chain(&error);
     let named = text.contains("\"weight\"") || text.contains("\"step\"");
     assert!(text.contains("not the bytes of this save") && named, "{text}");
-    let opener = dcp::checkpoint::Opener::new(dcp::default_storages());
+    let opener = dcp::opener(dcp::default_storages());
     let report = dcp_testing::block_on(async {
         let checkpoint = opener.open(&place).await.unwrap();
         checkpoint.verify().deep(true).run().await.unwrap()

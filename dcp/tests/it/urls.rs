@@ -42,7 +42,7 @@ fn a_scheme_of_the_caller_serves_saves_loads_and_background_saves() {
     });
     #[cfg(feature = "checkpoint")]
     {
-        let opener = dcp::Opener::new(checkpointer_storages(&storage));
+        let opener = dcp::opener(checkpointer_storages(&storage));
         dcp::block_on(opener.open("mem://run")).unwrap().unwrap();
     }
 }

@@ -7,6 +7,7 @@ mod grid;
 pub(crate) mod megatron;
 mod nest;
 mod number;
+pub(crate) mod plugin;
 pub(crate) mod problems;
 pub(crate) mod prune;
 pub(crate) mod run;

@@ -5,7 +5,7 @@ mod report;
 mod segments;
 mod whole;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -13,7 +13,6 @@ use dcp_core::format::WantedKeys;
 use dcp_core::metadata::{Entry, TensorEntry};
 use dcp_core::{CheckpointError, CheckpointMetadata};
 use dcp_planner::KeyFilter;
-use futures_util::{StreamExt, stream};
 
 use crate::element::compare::{Compared, Comparer, Pair, Tolerance};
 use crate::element::value_difference::{Differing, first_difference};
@@ -298,23 +297,25 @@ impl<'a> Job<'a> {
             Some(group) => share(&extents, group.rank(), group.world_size()),
             None => extents.iter().map(|extent| 0..extent.count).collect(),
         };
-        let own = pairs.iter().zip(&extents).zip(own).enumerate();
-        let segments = own.flat_map(|(pair, ((both, extent), own))| {
-            let (segments, error) = match self.segments(pair, *both, own, extent.step) {
-                Ok(segments) => (segments, None),
-                Err(error) => (None, Some(Err(error))),
-            };
-            segments.into_iter().flatten().map(Ok).chain(error)
-        });
-        let mut results = stream::iter(segments)
-            .map(|segment| {
-                // Comparisons are CPU-bound; the tasks run in parallel on a runtime with several
-                // threads.
-                tokio::spawn(async move { compare_segment(segment?, tolerance).await })
-            })
-            .buffered(options.parallelism.max(1));
+        let own: Vec<_> = pairs.iter().copied().zip(extents).zip(own).enumerate().collect();
+        // A queue and no stream over closures, whose future could not be sent to another thread.
+        let (mut own, mut segments) = (own.into_iter(), None::<Segments>);
+        let mut running = VecDeque::new();
         let mut bytes = 0_u64;
-        while let Some(done) = results.next().await {
+        loop {
+            while running.len() < options.parallelism.max(1) {
+                if let Some(segment) = segments.as_mut().and_then(Iterator::next) {
+                    // Comparisons are CPU-bound; the tasks run in parallel on a runtime with several
+                    // threads.
+                    running.push_back(tokio::spawn(compare_segment(segment, tolerance)));
+                } else if let Some((pair, ((both, extent), own))) = own.next() {
+                    segments = self.segments(pair, both, own, extent.step)?;
+                } else {
+                    break;
+                }
+            }
+            let Some(done) = running.pop_front() else { break };
+            let done = done.await;
             options.check_group()?;
             let (pair, start, compared, read) =
                 done.map_err(|error| ConvertError::task("compares elements", &error))??;
@@ -324,7 +325,6 @@ impl<'a> Job<'a> {
             options.advance(read);
             bytes = bytes.saturating_add(read);
         }
-        drop(results);
         if let Some(group) = &options.group {
             match gather(group, &found, bytes).await? {
                 Some(of_all) => (found, bytes) = of_all,

@@ -27,7 +27,22 @@ fn commands_work_on_a_registered_scheme_and_format() {
     dcp(&["diff", FIXTURE, &at("toy")]);
     dcp(&["copy", &at("toy"), &at("copy")]);
     dcp(&["diff", &at("toy"), &at("copy")]);
-    assert!(dcp(&["convert", "--help"]).contains("toy"));
+    let help = dcp(&["convert", "--help"]);
+    assert!(help.contains("toy-ranks") && help.contains("torch-dist"), "{help}");
+}
+
+#[test]
+fn a_framework_describes_its_checkpoints_and_is_a_target() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+
+    dcp(&["convert", FIXTURE, &at("toy"), "--to", "toy-ranks"]);
+    let shown = dcp(&["inspect", &at("toy")]);
+    assert!(shown.contains("files") && shown.contains('1'), "{shown}");
+    let json = dcp(&["inspect", "--json", &at("toy")]);
+    assert!(json.contains("\"toy\": {"), "{json}");
+    dcp(&["verify", "--deep", &at("toy")]);
+    dcp(&["diff", FIXTURE, &at("toy")]);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_checkpoint::{Destination, ErrorKind, Format, Opener, default_formats};
+use dcp_checkpoint::{Destination, ErrorKind, Format, Opener};
 use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
 use dcp_core::registry::{Access, StorageRegistry};
 use dcp_core::storage::PutMode;
@@ -49,7 +49,7 @@ async fn a_registered_format_is_converted_like_any_other() {
     let storage = FsStorage::builder(at("toy")).create(true).open().unwrap();
     put_checkpoint(&storage).await;
 
-    let opener = Opener::new(storages()).formats(default_formats().with(Arc::new(ToyFormat)));
+    let opener = Opener::new(storages()).format(Arc::new(ToyFormat));
     let checkpoint = opener.open(&at("toy")).await.unwrap();
     checkpoint.convert(at("model")).to(Format::HuggingFace).run().await.unwrap();
     let written = std::fs::read(folder.path().join("model/model.safetensors")).unwrap();
@@ -64,7 +64,7 @@ async fn a_registered_format_is_written_like_any_other() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name).display().to_string();
     let toy = Format::Registered("toy");
-    let opener = Opener::new(storages()).formats(default_formats().with(Arc::new(ToyFormat)));
+    let opener = Opener::new(storages()).format(Arc::new(ToyFormat));
     let storage = FsStorage::builder(at("toy")).create(true).open().unwrap();
     put_checkpoint(&storage).await;
 
@@ -103,7 +103,7 @@ async fn a_registered_format_is_written_like_any_other() {
 async fn a_registered_format_is_resharded_in_its_own_format() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name).display().to_string();
-    let opener = Opener::new(storages()).formats(default_formats().with(Arc::new(ToyFormat)));
+    let opener = Opener::new(storages()).format(Arc::new(ToyFormat));
     let storage = FsStorage::builder(at("toy")).create(true).open().unwrap();
     put_checkpoint(&storage).await;
     let checkpoint = opener.open(&at("toy")).await.unwrap();
@@ -118,7 +118,7 @@ async fn a_registered_format_is_verified_by_its_own_checksums() {
     let place = folder.path().display().to_string();
     let storage = FsStorage::builder(&place).create(true).open().unwrap();
     put_checkpoint(&storage).await;
-    let opener = Opener::new(storages()).formats(default_formats().with(Arc::new(ToyFormat)));
+    let opener = Opener::new(storages()).format(Arc::new(ToyFormat));
     let verify =
         async || opener.open(&place).await.unwrap().verify().deep(true).run().await.unwrap();
     let index_len = std::fs::metadata(folder.path().join("index.toy")).unwrap().len();

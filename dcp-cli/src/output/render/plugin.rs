@@ -1,0 +1,34 @@
+//! Renders what the framework of a plug-in says of a checkpoint, as far as it is plain facts.
+
+use std::fmt::Write as _;
+
+use dcp::checkpoint::framework::PluginReport;
+use dcp::core::text::Message;
+use serde_json::Value;
+
+use crate::output::Output;
+use crate::output::style::left;
+
+/// Columns that the names of facts take at least.
+const NAME: usize = 10;
+
+/// The lines that come before the tree: a line for each number, text, and truth value of the report.
+pub(crate) fn facts(report: &PluginReport, out: &Output) -> String {
+    let facts = report.json().as_object().into_iter().flatten().filter_map(|(name, value)| {
+        let value = match value {
+            Value::String(text) => text.clone(),
+            Value::Number(_) | Value::Bool(_) => value.to_string(),
+            Value::Null | Value::Array(_) | Value::Object(_) => return None,
+        };
+        Some((name.replace('_', " "), value))
+    });
+    let mut text = String::new();
+    for (name, value) in facts {
+        let name = left(&Message(&name).to_string(), NAME);
+        let _ = writeln!(text, "{} {}", out.style.dim(&name), Message(&value));
+    }
+    if !text.is_empty() {
+        text.push('\n');
+    }
+    text
+}

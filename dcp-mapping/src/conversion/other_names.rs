@@ -1,0 +1,40 @@
+//! Configurations of models whose tensors have names of another program.
+
+use dcp_checkpoint::{Error, ErrorKind};
+use dcp_core::CheckpointMetadata;
+
+use crate::mapping::Mapping;
+use crate::recognize::recognize_config;
+
+/// Refuses a configuration of a family that is known, where no tensor has a name of that family or some
+/// have names of another program: transformers opens such a folder with random weights.
+pub(super) fn refuse_other_names(
+    config: &serde_json::Value,
+    names: &CheckpointMetadata,
+) -> Result<(), Error> {
+    let Ok(family) = recognize_config(config) else { return Ok(()) };
+    let tensors = || names.iter().filter(|(_, entry)| entry.as_tensor().is_some());
+    let others = || tensors().map(|(fqn, _)| fqn).filter(|fqn| !family.names_in_hf(fqn));
+    let title = family.title();
+    for mapping in Mapping::of_programs()? {
+        let Some(program) = mapping.program() else { continue };
+        if let Some(first) = others().find(|fqn| mapping.names_in_program(fqn)) {
+            let message =
+                format!("config.json is of {title}, and {first:?} is a name of {program}");
+            return Err(Error::new(ErrorKind::InvalidOption, message).with_hint(format!(
+                "--arch {} gives tensors the names of transformers, and the rows that go with them",
+                mapping.name()
+            )));
+        }
+    }
+    let Some(first) = others().next().filter(|_| others().count() == tensors().count()) else {
+        return Ok(());
+    };
+    let message = format!(
+        "config.json is of {title}, and no tensor has a name of that family; the first is {first:?}"
+    );
+    Err(Error::new(ErrorKind::InvalidOption, message).with_hint(
+        "give tensors the names of transformers with --rename or --map, or pass --config with the \
+         folder of this model",
+    ))
+}

@@ -1,0 +1,36 @@
+//! The formats and frameworks of this build's features, to which plug-ins add theirs.
+
+#[cfg(feature = "checkpoint")]
+use dcp_checkpoint::framework::Frameworks;
+use dcp_core::format::FormatRegistry;
+
+/// The formats that this build opens: PyTorch DCP, safetensors and `torch.save`; with their
+/// features, those of OLMo-core and Megatron-Core. A plug-in registers its own in addition.
+#[must_use]
+pub fn default_formats() -> FormatRegistry {
+    #[cfg(feature = "convert")]
+    let formats = dcp_convert::formats();
+    #[cfg(not(feature = "convert"))]
+    let formats = dcp_formats::formats();
+    #[cfg(feature = "olmo")]
+    let formats = formats.with(std::sync::Arc::new(dcp_olmo::OlmoFormat));
+    #[cfg(feature = "megatron")]
+    let formats = formats.with(std::sync::Arc::new(dcp_megatron::MegatronCoreFormat));
+    formats
+}
+
+/// The frameworks and the mapping that add to jobs in this build: with their features, Megatron-Core, OLMo-core
+/// and the mapping of names. A plug-in adds its own.
+#[cfg(feature = "checkpoint")]
+#[must_use]
+pub fn default_frameworks() -> Frameworks {
+    let frameworks = Frameworks::none();
+    // OLMo-core's layout is applied to what Megatron-Core's options made of the optimizer.
+    #[cfg(feature = "megatron")]
+    let frameworks = frameworks.with(std::sync::Arc::new(dcp_megatron::framework::Megatron));
+    #[cfg(feature = "olmo")]
+    let frameworks = frameworks.with(std::sync::Arc::new(dcp_olmo::Olmo));
+    #[cfg(feature = "mapping")]
+    let frameworks = frameworks.with_mapping(std::sync::Arc::new(dcp_mapping::FamilyMapping));
+    frameworks
+}

@@ -1,0 +1,49 @@
+//! What a build with some features of the facade does not contain.
+
+use std::collections::BTreeSet;
+
+use crate::workspace;
+
+/// Features of the facade, and crates that they must not bring.
+const WITHOUT: [(&str, &[&str]); 6] = [
+    ("fs", &["dcp-checkpoint", "dcp-convert", "dcp-megatron", "dcp-olmo", "dcp-mapping"]),
+    // A trainer with the manager of a run.
+    (
+        "fs,checkpoint,collectives,blocking",
+        &["dcp-megatron", "dcp-olmo", "dcp-mapping", "dcp-storage-object", "toml", "saphyr-parser"],
+    ),
+    ("fs,megatron", &["dcp-olmo", "dcp-mapping", "dcp-storage-object", "toml", "saphyr-parser"]),
+    ("fs,olmo", &["dcp-megatron", "dcp-mapping", "dcp-storage-object", "toml", "saphyr-parser"]),
+    ("fs,mapping", &["dcp-megatron", "dcp-olmo", "dcp-storage-object"]),
+    ("memory", &["dcp-storage-fs", "dcp-checkpoint", "dcp-megatron", "dcp-olmo", "dcp-mapping"]),
+];
+
+/// The crates that the facade is built from with these features.
+fn built_from(features: &str) -> BTreeSet<String> {
+    let mut cargo = workspace::cargo();
+    cargo.args(["tree", "--package", "distcp", "--no-default-features", "--features", features]);
+    cargo.args(["--edges", "normal", "--prefix", "none", "--format", "{p}"]);
+    let output = cargo.current_dir(workspace::root()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let names = String::from_utf8(output.stdout).unwrap();
+    names.lines().filter_map(|line| Some(line.split(' ').next()?.to_owned())).collect()
+}
+
+#[test]
+fn a_feature_brings_no_framework_but_its_own() {
+    for (features, never) in WITHOUT {
+        let built = built_from(features);
+        assert!(built.contains("dcp-core"), "{features}: {built:?}");
+        for name in never {
+            assert!(!built.contains(*name), "{features} brings {name}");
+        }
+    }
+}
+
+#[test]
+fn the_default_features_bring_every_framework() {
+    let built = built_from("default");
+    for name in ["dcp-checkpoint", "dcp-megatron", "dcp-olmo", "dcp-mapping"] {
+        assert!(built.contains(name), "{name}");
+    }
+}

@@ -97,7 +97,7 @@ impl Merge<'_> {
         let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
         let work = self.destination.work("merge", first, &self.job).await?;
         let work = work.option("keys", &selection);
-        let work = work.option("--identical", &self.duplicates);
+        let work = work.option("`Merge::duplicates`", &self.duplicates);
         same_sources(&self.job, work, &refs).await?;
         for checkpoint in &all {
             self.destination.keep_apart(checkpoint).await?;
@@ -115,10 +115,10 @@ impl Merge<'_> {
         let sources: Vec<_> = all.iter().map(|checkpoint| checkpoint.source.clone()).collect();
         let merged = Merged::apply(&sources, duplicates, job).await;
         let merged = merged.map_err(|error| match error {
-            ConvertError::Disagreement { .. } if duplicates == Duplicates::Refuse => {
-                Error::from(error)
-                    .with_hint("--identical takes keys once that hold the same in all checkpoints")
-            }
+            ConvertError::Disagreement { .. } if duplicates == Duplicates::Refuse => Error::from(
+                error,
+            )
+            .with_hint("`Merge::duplicates` takes keys once that hold the same in all checkpoints"),
             error => error.into(),
         })?;
         let taken = taken_of(&selection, &merged).await?;
@@ -239,11 +239,11 @@ impl Average<'_> {
             .map_err(|error| {
                 match error {
             ConvertError::Disagreement { structure: true, .. } => Error::from(error).with_hint(
-                "--include, --exclude and --rename choose keys that all checkpoints have in one \
-                 shape; `dcp diff A B --keys-only` lists the others",
+                "`Keys::include`, `Keys::exclude` and `Keys::rename` choose keys that all checkpoints have in one \
+                 shape; `DiffOptions::keys_only` lists the others",
             ),
             ConvertError::Disagreement { .. } => Error::from(error).with_hint(
-                "--include 'model.*' leaves the rest of a training state out; --non-float first \
+                "`Keys::include` 'model.*' leaves the rest of a training state out; `AverageOptions::non_float` \
                  takes what has no average from the first checkpoint",
             ),
             error => error.into(),

@@ -78,7 +78,7 @@ impl Checkpoint {
     ) {
         // State that cannot be read is an error of whatever needs it.
         if let Ok(Some(problem)) = self.state_problem(&shown, job).await {
-            notes.say(format!("{problem}; `dcp verify` says what of each"));
+            notes.say(format!("{problem}; `Checkpoint::verify` says what of each"));
         }
     }
 }

@@ -110,7 +110,7 @@ impl Conversion<'_> {
             return Ok(());
         }
         let message = format!("{option} is for the optimizer, which is not written");
-        let hint = "leave it out, or pass --everything";
+        let hint = "leave it out, or pass `StatePart::Everything`";
         Err(Error::new(ErrorKind::InvalidOption, message).with_hint(hint))
     }
 
@@ -131,7 +131,7 @@ impl Conversion<'_> {
         let (destination, job) = (&self.destination, &self.job);
         let work = destination.work("conversion", &checkpoint, job).await?;
         let work = work.option("keys", &selection);
-        let work = work.option("--dequantize", &self.dequantize);
+        let work = work.option("`Conversion::dequantize`", &self.dequantize);
         same_sources(job, work, &[&checkpoint]).await?;
         destination.keep_apart(&checkpoint).await?;
         // The tensors alone of a save without its last file: a note says what they are.

@@ -137,7 +137,7 @@ impl Copying<'_> {
             return Err(Error::new(ErrorKind::NotFound, format!("{source:?} has no files"))
                 .with_hint("name the folder of a checkpoint or of a run"));
         }
-        let work = Work::new("copy", &job).option("--compare", &compare);
+        let work = Work::new("copy", &job).option("`Copying::compare`", &compare);
         same_files(&job, work, &source, &files).await?;
         let shared = SharedTarget::begin(&job, Shape::Folder).await?;
         let folders = NewFolders::before(&target, &Rollback::new());

@@ -55,7 +55,7 @@ pub enum ErrorKind {
 /// A job on a checkpoint failed, or was refused before anything was written.
 ///
 /// [`source`](StdError::source) is the cause, if there is one; the message does not repeat it.
-/// Messages and [`hint`](Self::hint)s name options as the `dcp` command does: `--rank` is
+/// Messages and [`hint`](Self::hint)s name setters and jobs in backticks: `Destination::overwrite` is
 /// [`Opener::rank`](crate::Opener::rank), and so on.
 ///
 /// ```
@@ -161,7 +161,7 @@ impl Error {
         match self.kind() {
             ErrorKind::Damaged => self.with_hint(
                 "the file was cut short or changed after the save: copy it again from where it is \
-                 whole, or take another checkpoint of the run, as `dcp ls` lists them",
+                 whole, or take another checkpoint of the run, as `Opener::list` lists them",
             ),
             _ => self.without_hint(),
         }
@@ -306,7 +306,7 @@ impl From<CheckpointError> for Error {
         if !is_listed {
             return failure;
         }
-        failure.with_hint("`dcp verify --deep` lists everything that is wrong with the checkpoint")
+        failure.with_hint("`Verification::deep` lists everything that is wrong with the checkpoint")
     }
 }
 
@@ -317,7 +317,7 @@ impl From<ConvertError> for Error {
             ConvertError::UnknownFqn { ref similar, .. } => {
                 let names: Vec<_> = similar.iter().map(|name| Quoted(name).to_string()).collect();
                 let hint = match &*names {
-                    [] => "`dcp inspect` lists the names there are".to_owned(),
+                    [] => "`Checkpoint::inspect` lists the names there are".to_owned(),
                     names => format!("did you mean {}?", names.join(" or ")),
                 };
                 (ErrorKind::UnknownKey, Some(hint))
@@ -327,20 +327,21 @@ impl From<ConvertError> for Error {
                 (ErrorKind::InvalidOption, Some(hint.to_owned()))
             }
             ConvertError::UnknownPart { .. } => {
-                let hint = "choose keys with --include or --exclude (`dcp inspect` lists them), or \
-                            take all with --everything";
+                let hint = "choose keys with `Keys::include` or `Keys::exclude` (`Checkpoint::inspect` lists them), or \
+                            take all with `StatePart::Everything`";
                 (ErrorKind::Undecided, Some(hint.to_owned()))
             }
             ConvertError::NothingSelected { ref unmatched, .. } => {
                 let hint = match unmatched.iter().find_map(|one| one.nearest.as_ref()) {
                     Some(nearest) => format!("did you mean {}?", Quoted(nearest)),
-                    None => "`dcp inspect` lists the names there are".to_owned(),
+                    None => "`Checkpoint::inspect` lists the names there are".to_owned(),
                 };
                 (ErrorKind::InvalidOption, Some(hint))
             }
-            ConvertError::TargetExists { .. } => {
-                (ErrorKind::TargetExists, Some("pass --overwrite to replace it".to_owned()))
-            }
+            ConvertError::TargetExists { .. } => (
+                ErrorKind::TargetExists,
+                Some("pass `Destination::overwrite` to replace it".to_owned()),
+            ),
             ConvertError::Callables { ref found } => (ErrorKind::Callables, Some(admitting(found))),
             ConvertError::SameTarget { .. } => {
                 let hint = "write to another place, then remove the old one";
@@ -365,10 +366,11 @@ fn admitting(found: &[ForeignCallable]) -> String {
     let mut names: Vec<&str> = found.iter().map(|one| &*one.name).collect();
     names.sort_unstable();
     names.dedup();
-    let options: Vec<_> = names.iter().map(|name| format!("--allow-callable {name}")).collect();
+    let options: Vec<_> =
+        names.iter().map(|name| format!("`JobOptions::callables` {name}")).collect();
     let dangerous = found.iter().any(|one| one.dangerous);
     let trust = if dangerous {
-        "do not load the checkpoint in Python; --exclude leaves objects out, and"
+        "do not load the checkpoint in Python; `Keys::exclude` leaves objects out, and"
     } else {
         "if these are classes of your own programs,"
     };

@@ -131,7 +131,7 @@ impl Format {
         }
         let message = format!("the name {target:?} does not determine a format");
         Err(Error::new(ErrorKind::InvalidOption, message)
-            .with_hint(format!("say --to {}", names())))
+            .with_hint(format!("say `Destination::to` {}", names())))
     }
 
     /// The part of a training state that is written when no other is chosen.

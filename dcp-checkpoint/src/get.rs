@@ -88,9 +88,9 @@ fn absent(error: ConvertError, checkpoint: &Checkpoint, fqn: &str) -> Error {
     let Some(of) = checkpoint.of_framework().filter(|_| is_unknown) else { return error };
     let first = fqn.split('.').next().unwrap_or_default();
     match of.shown_by(first) {
-        Some(option) => error.with_hint(format!(
-            "it is in the state beside the tensors, which `dcp inspect {option}` prints"
-        )),
+        Some(option) => {
+            error.with_hint(format!("it is in the state beside the tensors, which {option} prints"))
+        }
         None => error,
     }
 }
@@ -171,10 +171,8 @@ impl Item<'_> {
         let is_tensor = matches!(self.found, Found::Tensor(_));
         if !is_tensor && kind != FileKind::TorchSave {
             let message = format!("{:?} is an object, and only a .pt file can hold it", self.fqn);
-            return Err(Error::new(ErrorKind::InvalidOption, message).with_hint(
-                "end the name of the file in .pt; without --output the object is printed, with \
-                 --json as JSON",
-            ));
+            return Err(Error::new(ErrorKind::InvalidOption, message)
+                .with_hint("end the name of the file in .pt, or print the object"));
         }
         let file = self.checkpoint.target_file(path, options).await?;
         let target = file.target();

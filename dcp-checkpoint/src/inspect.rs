@@ -107,7 +107,7 @@ pub struct Inspected {
     /// The description of a checkpoint of a framework, under the name of that.
     #[serde(flatten, serialize_with = "under_its_name")]
     pub framework: Option<PluginReport>,
-    /// The reason that the checkpoint is not whole, as `dcp ls` says it, or a contradiction of its index.
+    /// The reason that the checkpoint is not whole, as `Opener::list` says it, or a contradiction of its index.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }

@@ -111,7 +111,7 @@ impl Keys {
         job: &JobOptions,
         notes: &mut Notes,
     ) -> Result<(Source, usize), Error> {
-        // What is excluded by name is not what --everything takes.
+        // What is excluded by name is not what `StatePart::Everything` takes.
         let everything = selection.clone().with_part(StatePart::Everything);
         let names = source.names().await?;
         let all = everything.of(&names).map_or(names.len(), |chosen| chosen.len());
@@ -120,7 +120,9 @@ impl Keys {
         if selection.part != StatePart::Model || taken >= all || self.part.is_some() {
             return Ok((source, 0));
         }
-        notes.say(format!("taking the model, {taken} of {all} keys; --everything takes all"));
+        notes.say(format!(
+            "taking the model, {taken} of {all} keys; `StatePart::Everything` takes all"
+        ));
         Ok((source, all - taken))
     }
 }

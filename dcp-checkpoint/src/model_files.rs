@@ -142,7 +142,7 @@ fn key_of(name: &str) -> Result<Key, Error> {
     Ok(Key::new(name).map_err(StorageError::from)?)
 }
 
-/// The folder of `--config`, whose links lead no further than those of a checkpoint.
+/// The folder of `Destination::config`, whose links lead no further than those of a checkpoint.
 ///
 /// # Errors
 ///
@@ -152,7 +152,7 @@ pub(crate) async fn open_config(opener: &Opener, folder: &Path) -> Result<Arc<dy
     if folder.is_file() {
         let message = format!("{place:?} is a file");
         return Err(Error::new(ErrorKind::InvalidOption, message)
-            .with_hint("--config takes the folder with a model's config.json"));
+            .with_hint("`Destination::config` takes the folder with a model's config.json"));
     }
     match opener.storages.open(&place, Access::Read).await {
         Err(error) if error.kind() == StorageErrorKind::NotFound => {
@@ -165,7 +165,7 @@ pub(crate) async fn open_config(opener: &Opener, folder: &Path) -> Result<Arc<dy
 /// The error of a folder without a configuration.
 pub(crate) fn no_config(place: &str, kind: ErrorKind) -> Error {
     let message = format!("there is no {CONFIG_NAME} in {place:?}, which describes the model");
-    Error::new(kind, message).with_hint("pass --config DIR, the folder that has it")
+    Error::new(kind, message).with_hint("pass `Destination::config`, the folder that has it")
 }
 
 /// The files that belong to the model in `folder`, without its weights; a `config.json` must be there.
@@ -179,7 +179,7 @@ pub(crate) async fn files_in(opener: &Opener, folder: &Path) -> Result<Files, Er
     }
 }
 
-/// Refuses a configuration that is no JSON object, and names the folder of `--config`.
+/// Refuses a configuration that is no JSON object, and names the folder of `Destination::config`.
 pub(crate) fn refuse_damaged(files: &Files, folder: &Path) -> Result<(), Error> {
     let Some((_, bytes)) = files.iter().find(|(key, _)| key.as_str() == CONFIG_NAME) else {
         return Ok(());
@@ -187,7 +187,7 @@ pub(crate) fn refuse_damaged(files: &Files, folder: &Path) -> Result<(), Error> 
     parse_configuration(bytes, folder).map(drop)
 }
 
-/// Parses the configuration in the folder of `--config`.
+/// Parses the configuration in the folder of `Destination::config`.
 ///
 /// # Errors
 ///
@@ -205,7 +205,7 @@ pub(crate) fn parse_configuration(
         let message = format!("the configuration {path:?} is no JSON object");
         Error::new(ErrorKind::InvalidOption, message)
             .because(error)
-            .with_hint("pass --config with the folder of a model of Hugging Face")
+            .with_hint("pass `Destination::config` with the folder of a model of Hugging Face")
     })
 }
 
@@ -282,7 +282,7 @@ async fn beside_weights(storage: &dyn Storage, place: &str) -> Result<Beside, Er
         if len > FILE_MAX {
             let message = format!("{place}/{name} has more than {FILE_MAX} bytes");
             return Err(Error::new(ErrorKind::Damaged, message).with_hint(
-                "--config DIR takes the configuration and tokenizer from another folder",
+                "`Destination::config` takes the configuration and tokenizer from another folder",
             ));
         }
         let bytes = storage.read_range(&key, 0..len).await?;
@@ -310,7 +310,7 @@ async fn beside_weights(storage: &dyn Storage, place: &str) -> Result<Beside, Er
 
 /// The note about a model that was written without a configuration.
 const UNCONFIGURED: &str = "there is no config.json, without which transformers opens no model; \
-                            --config DIR copies one";
+                            `Destination::config` copies one";
 
 /// Adds the files that belong to a Hugging Face model, and says which those are. Returns what is to be
 /// said of the model when it is written.

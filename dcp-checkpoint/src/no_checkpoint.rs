@@ -55,11 +55,11 @@ impl Opener {
                 let run = dcp_convert::list_run(place.storage(), &self.formats).await;
                 failure.with_hint(match run.ok().and_then(|run| run.latest) {
                     Some(name) => format!(
-                        "the latest complete checkpoint below it is {}; `dcp ls` lists all",
+                        "the latest complete checkpoint below it is {}; `Opener::list` lists all",
                         below(&name)
                     ),
                     None => format!(
-                        "there are {} checkpoints below it, such as {}; `dcp ls` lists all",
+                        "there are {} checkpoints below it, such as {}; `Opener::list` lists all",
                         checkpoints.len(),
                         below(last)
                     ),

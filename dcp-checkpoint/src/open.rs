@@ -119,7 +119,7 @@ impl Opener {
                 }
                 found.notes.iter().for_each(|note| notes.say(note));
                 if self.rank.is_none() && !found.differing.is_empty() {
-                    notes.say("--rank N shows what another rank has");
+                    notes.say("`Opener::rank` shows what another rank has");
                 }
                 note_variants(&found.variants, notes);
                 let mut opened = opened(here(), best.format.info(), found);
@@ -347,7 +347,7 @@ impl Opener {
         match self.rank {
             Some(_) if differing.is_empty() => {
                 let message =
-                    format!("--rank is for ranks that differ, and those of {uri:?} do not");
+                    format!("`Opener::rank` is for ranks that differ, and those of {uri:?} do not");
                 Err(Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out"))
             }
             Some(rank) if !differing.iter().any(|one| one.ranks.contains(&rank)) => {
@@ -367,7 +367,7 @@ impl Opener {
                     list(&names)
                 );
                 Err(Error::new(ErrorKind::Undecided, message)
-                    .with_hint("--rank N takes what rank N has"))
+                    .with_hint("`Opener::rank` takes what rank N has"))
             }
             _ => Ok(()),
         }
@@ -391,7 +391,7 @@ impl Opener {
         }
         let problem = missing.map_or_else(String::new, |error| format!(": {error}"));
         Err(Error::new(ErrorKind::InvalidOption, format!("{uri:?}{problem}"))
-            .with_hint("leave --variant out to read the main files"))
+            .with_hint("leave `Opener::variant` out to read the main files"))
     }
 
     /// The storage and key of a URI that names a file.
@@ -445,7 +445,7 @@ fn selected(uri: &str, selection: &RunSelection, notes: &mut Notes) -> Result<St
         Err(problem) => {
             let message = format!("no checkpoint of the run {uri:?} is complete: {problem}");
             Err(Error::new(ErrorKind::Unfinished, message)
-                .with_hint("`dcp ls` says of every checkpoint what is missing"))
+                .with_hint("`Opener::list` says of every checkpoint what is missing"))
         }
     }
 }
@@ -462,7 +462,7 @@ fn note_variants(variants: &[Key], notes: &mut Notes) {
             1 => String::new(),
             n => format!(" and {} more", n - 1),
         };
-        notes.say(format!("not reading {first:?}{more}; --variant NAME reads a variant"));
+        notes.say(format!("not reading {first:?}{more}; `Opener::variant` reads a variant"));
     }
 }
 

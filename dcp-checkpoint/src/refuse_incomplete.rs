@@ -1,4 +1,4 @@
-//! The rule of jobs that write a new checkpoint: a source that `dcp ls` calls incomplete is refused.
+//! The rule of jobs that write a new checkpoint: a source that `Opener::list` calls incomplete is refused.
 //!
 //! The reader of a format sees one index and its files. The commit of a step, a shard that no index names, a part
 //! beside the one that is opened: all this only the examination of the whole folder sees, and a target made
@@ -51,7 +51,7 @@ pub(crate) async fn refuse_incomplete(
     }
     let message = format!("{:?} is not whole: {problem}", checkpoint.uri);
     Err(Error::new(ErrorKind::Damaged, message).with_hint(
-        "copy the files again, or take another checkpoint; `dcp verify` names everything that is wrong",
+        "copy the files again, or take another checkpoint; `Checkpoint::verify` names everything that is wrong",
     ))
 }
 
@@ -72,7 +72,7 @@ fn refuse_parts(checkpoint: &Checkpoint, part: StatePart) -> Result<(), Error> {
     let paths = others.iter().map(|one| below(&checkpoint.step_uri, one));
     let paths: Vec<String> = std::iter::once(checkpoint.place.clone()).chain(paths).collect();
     let hint = format!(
-        "`dcp merge {} --out TARGET` writes all of them; a part is read by its own path",
+        "`merge` of {} writes all of them; a part is read by its own path",
         paths.join(" ")
     );
     Err(Error::new(ErrorKind::Undecided, message).with_hint(hint))

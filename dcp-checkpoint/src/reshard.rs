@@ -84,8 +84,8 @@ impl Resharding<'_> {
                     layout.unwrap_or("a layout"),
                 );
                 let targets = self.checkpoint.opener.frameworks.targets();
-                let hint = targets.fold("say --ranks".to_owned(), |hint, (_, target)| {
-                    format!("{hint}, or `dcp convert --to {} --arch` to make it one", target.name())
+                let hint = targets.fold("say `Destination::ranks`".to_owned(), |hint, (_, target)| {
+                    format!("{hint}, or `Checkpoint::convert` to {} with `MappingOptions::arch` to make it one", target.name())
                 });
                 Err(Error::new(ErrorKind::InvalidOption, message).with_hint(hint))
             }
@@ -94,7 +94,7 @@ impl Resharding<'_> {
                     "{uri:?} is a checkpoint of {title}, which equal ranks of PyTorch would not leave it"
                 );
                 Err(Error::new(ErrorKind::InvalidOption, message).with_hint(
-                    "say --tp, --pp and --ep for another layout; `dcp convert --to dcp --ranks N` makes it \
+                    "say `MegatronTarget::tp`, `MegatronTarget::pp` and `MegatronTarget::ep` for another layout; `Destination::ranks` makes it \
                      a checkpoint of PyTorch",
                 ))
             }
@@ -123,7 +123,7 @@ impl Resharding<'_> {
         };
         let work = self.destination.work("reshard", &checkpoint, &self.job).await?;
         let work = work.option("keys", &selection);
-        let work = work.option("--ranks", &self.ranks);
+        let work = work.option("`Destination::ranks`", &self.ranks);
         same_sources(&self.job, work, &[&checkpoint]).await?;
         keep_apart(&checkpoint, self.destination.uri(), Shape::Folder).await?;
         let (destination, job) = (self.destination()?, &self.job);

@@ -30,7 +30,7 @@ const SEEN: [u8; 4] = *b"dsp2";
 const IN_FLIGHT: usize = 16;
 
 const ADVICE: &str = "give all ranks the same options, and paths of a file system or URLs of a store that \
-                      all of them share; --single runs the command in one process";
+                      all of them share; a job without a group runs in one process";
 
 /// Whether this is the name of a file by which ranks find that they see one target.
 pub(crate) fn is_token(key: &Key) -> bool {
@@ -68,8 +68,8 @@ impl Work {
     /// A job whose ranks divide tensors into segments, each of which finds its own ones by
     /// their length: so the memory of a rank decides which elements it reads.
     pub(crate) fn divided(name: &str, job: &JobOptions) -> Self {
-        let work = Self::new(name, job).option("--max-memory", &job.max_memory);
-        work.option("--parallelism", &job.parallelism)
+        let work = Self::new(name, job).option("`JobOptions::max_memory`", &job.max_memory);
+        work.option("`JobOptions::parallelism`", &job.parallelism)
     }
 
     /// An option by its name, the value of which is what it is for [`Debug`](fmt::Debug).

@@ -190,7 +190,7 @@ impl<'a> Place<'a> {
     fn is_file(&self) -> Error {
         let message = format!("{:?} is a file, and a directory is to be written", self.uri);
         Error::new(ErrorKind::InvalidPlace, message).with_hint(
-            "name another place, or a format of one file: --to safetensors or torch-save",
+            "name another place, or a format of one file: `Destination::to` safetensors or torch-save",
         )
     }
 
@@ -295,7 +295,7 @@ impl<'a> Place<'a> {
     fn other_checkpoint(&self, what: &str) -> Error {
         let message = format!("there is another checkpoint at {:?}: {what}", self.uri);
         Error::new(ErrorKind::OtherCheckpoint, message).with_hint(
-            "choose another directory; --overwrite replaces only what has the same format",
+            "choose another directory; `Destination::overwrite` replaces only what has the same format",
         )
     }
 
@@ -304,7 +304,7 @@ impl<'a> Place<'a> {
         let message = format!("{uri:?} has files of an unfinished save ({title}): {problem}");
         Error::new(ErrorKind::OtherCheckpoint, message).with_hint(
             "choose another directory, remove this one, or finish the save: run it again with \
-             --overwrite",
+             `Destination::overwrite`",
         )
     }
 

@@ -94,7 +94,7 @@ impl Verification<'_> {
     /// When the storage fails; damage is in the report.
     pub async fn run(self) -> Result<VerifyReport, Error> {
         let checkpoint = &*Whole::with_all_keys(self.checkpoint).await?;
-        let work = Work::new("verification", &self.job).option("--deep", &self.deep);
+        let work = Work::new("verification", &self.job).option("`Verification::deep`", &self.deep);
         same_sources(&self.job, work, &[checkpoint]).await?;
         let mut report = match checkpoint.of_framework() {
             Some(of) => of.verify(self.deep, &self.job).await?,

@@ -10,6 +10,8 @@ use dcp::mapping::MappingError;
 use dcp::megatron::MegatronError;
 use serde_json::{Value, json};
 
+use crate::terms::of_command;
+
 /// Why the command stopped. Documented in `dcp --help`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Exit {
@@ -67,7 +69,7 @@ impl Failure {
     pub(crate) fn new(exit: Exit, message: impl Into<String>) -> Self {
         Self {
             exit,
-            message: message.into(),
+            message: of_command(&message.into()).into_owned(),
             causes: Vec::new(),
             hint: None,
             silent: false,
@@ -81,13 +83,13 @@ impl Failure {
     }
 
     pub(crate) fn hint(mut self, hint: impl Into<String>) -> Self {
-        self.hint = Some(hint.into());
+        self.hint = Some(of_command(&hint.into()).into_owned());
         self
     }
 
     /// Adds causes.
     pub(crate) fn because(mut self, reasons: Vec<String>) -> Self {
-        self.causes.extend(reasons);
+        self.causes.extend(reasons.iter().map(|reason| of_command(reason).into_owned()));
         self
     }
 
@@ -95,7 +97,7 @@ impl Failure {
         let mut failure = Self::new(exit, error.to_string());
         let mut cause = error.source();
         while let Some(error) = cause {
-            failure.causes.push(error.to_string());
+            failure.causes.push(of_command(&error.to_string()).into_owned());
             cause = error.source();
         }
         failure

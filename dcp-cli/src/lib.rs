@@ -12,6 +12,7 @@ mod output;
 mod plugins;
 mod ranks;
 mod session;
+mod terms;
 mod threads;
 
 pub use command_line::CommandLine;

@@ -8,7 +8,7 @@ use serde::Serialize;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct UnmatchedPattern {
-    /// The name of its command-line option: `include`, `exclude`, `rename`, `keep-dtype`, …
+    /// The name of its option: `include`, `exclude`, `rename`, `keep-dtype`, …
     pub option: String,
     /// The pattern as given.
     pub pattern: String,
@@ -17,15 +17,14 @@ pub struct UnmatchedPattern {
 }
 
 impl UnmatchedPattern {
-    /// The message, with the nearest key: `--include 'modle' matches no key; the nearest is
-    /// "model"`.
+    /// The message, with the nearest key: `include 'modle' matches no key; the nearest is "model"`.
     #[must_use]
     pub fn message(&self) -> String {
         let Self { option, pattern, nearest } = self;
         let nearest = match nearest {
             Some(nearest) => format!("; the nearest is {nearest:?}"),
-            None => "; `dcp inspect` lists the keys".to_owned(),
+            None => "; `Checkpoint::inspect` lists the keys".to_owned(),
         };
-        format!("--{option} '{pattern}' matches no key{nearest}")
+        format!("`{option}` '{pattern}' matches no key{nearest}")
     }
 }

@@ -6,7 +6,7 @@
 //! place takes two or three small requests, so every file of a checkpoint is compared, also those that
 //! no index names: a resume needs `optimizer.pt` as much as the model.
 //!
-//! A file of another kind passes. To call it damaged would have `prune --incomplete` delete it.
+//! A file of another kind passes. To call it damaged would have a deletion of what is incomplete delete it.
 
 use std::collections::HashSet;
 use std::fmt;

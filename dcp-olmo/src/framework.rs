@@ -72,7 +72,7 @@ impl Framework for Olmo {
                 Ok(source_with_layout(&source, *layout, request.job).await?)
             }
             Some(_) => {
-                let message = "--optimizer-layout finds no optimizer that is divided by parameter";
+                let message = "`OptimizerLayout` finds no optimizer that is divided by parameter";
                 Err(Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out"))
             }
         }
@@ -111,11 +111,11 @@ impl FrameworkOptions for OptimizerLayout {
     }
 
     fn subject(&self) -> &'static str {
-        "--optimizer-layout"
+        "`OptimizerLayout`"
     }
 
     fn given(&self) -> Option<&'static str> {
-        Some("--optimizer-layout")
+        Some("`OptimizerLayout`")
     }
 }
 

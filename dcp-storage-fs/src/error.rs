@@ -15,13 +15,11 @@ pub(crate) fn classify(op: StorageOp, key: Option<&Key>, error: io::Error) -> St
     let of = |kind, why: &str| StorageError::new(kind, op, key.cloned()).with_message(why);
     match Errno::from_io_error(&error) {
         Some(Errno::XDEV) => {
-            let why = "a symbolic link leads out of the folder; `follow_links`, of the command \
-                       --follow-links, allows that";
+            let why = "a symbolic link leads out of the folder; `follow_links` allows that";
             of(StorageErrorKind::Link, why).with_source(error)
         }
         Some(Errno::LOOP) => {
-            let why = "a symbolic link is in the way; `follow_links`, of the command --follow-links, \
-                       allows that";
+            let why = "a symbolic link is in the way; `follow_links` allows that";
             of(StorageErrorKind::Link, why).with_source(error)
         }
         Some(Errno::NOTDIR) => {

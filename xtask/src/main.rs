@@ -51,6 +51,8 @@ mod reliability;
 #[cfg(test)]
 mod setters;
 #[cfg(test)]
+mod terms;
+#[cfg(test)]
 mod tidy;
 
 use std::error::Error;

@@ -142,7 +142,7 @@ impl Checkpoint {
         self.tracker_problem.as_ref().map(|(_, problem)| &**problem)
     }
 
-    /// Returns why this checkpoint is not complete, as `dcp ls` says it; `None` for one that is. Names,
+    /// Returns why this checkpoint is not complete, as `Opener::list` says it; `None` for one that is. Names,
     /// lengths, indexes and headers are read, and no tensor.
     ///
     /// # Errors
@@ -152,7 +152,7 @@ impl Checkpoint {
         Ok(self.examined().await?.problem)
     }
 
-    /// Examines this checkpoint as `dcp ls` does.
+    /// Examines this checkpoint as `Opener::list` does.
     pub(crate) async fn examined(&self) -> Result<Examined, Error> {
         if let Some(refused) = self.opener.refused_link(&self.step_uri).await {
             return Err(refused.into());

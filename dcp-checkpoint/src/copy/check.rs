@@ -90,7 +90,7 @@ pub(super) async fn check(
             let file = file.map_or(String::new(), |file| format!("{}: ", Quoted(&file)));
             let message = format!("the copy {uri:?} is not a whole checkpoint: {file}{message}");
             let error = Error::new(ErrorKind::Damaged, message).with_hint(
-                "`dcp verify --deep` of the source says whether it is whole; if it is, remove the copy \
+                "`Verification::deep` of the source says whether it is whole; if it is, remove the copy \
                  and copy again",
             );
             wrong.get_or_insert_with(|| error.into()).folders.insert(folder);

@@ -205,7 +205,7 @@ fn no_file(path: &Path, what: &str) -> Error {
 }
 
 fn not_followed(link: &Path) -> Error {
-    let hint = "--follow-links copies what it leads to; only do so in folders that you trust";
+    let hint = "`follow_links` copies what it leads to; only do so in folders that you trust";
     refused(link, "that leads out of the folder, and is not followed", hint)
 }
 

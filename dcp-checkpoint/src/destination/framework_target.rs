@@ -33,7 +33,9 @@ impl Destination {
         source: &Checkpoint,
     ) -> Result<Option<Box<dyn TargetLayout>>, Error> {
         match self.framework_target(&source.opener, format) {
-            Some(_) if self.ranks.is_some() => Err(self.is_for("--ranks", Format::Dcp, format)),
+            Some(_) if self.ranks.is_some() => {
+                Err(self.is_for("`Destination::ranks`", Format::Dcp, format))
+            }
             Some((_, target)) => Ok(Some(target.layout(source, &self.options).await?)),
             None => Ok(None),
         }
@@ -78,7 +80,8 @@ impl Destination {
             return Ok(());
         }
         let message = format!("{option} divides tensors of {format}, and none has a name of those");
-        let hint = "leave it out, or give a Hugging Face model the names with --arch";
+        let hint =
+            "leave it out, or give a Hugging Face model the names with `MappingOptions::arch`";
         Err(Error::new(ErrorKind::InvalidOption, message).with_hint(hint))
     }
 

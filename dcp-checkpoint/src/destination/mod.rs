@@ -223,15 +223,15 @@ impl Destination {
             return Err(self.not_compressed(format));
         }
         for (given, option, of) in [
-            (self.ranks.is_some() && !has_ranks, "--ranks", Format::Dcp),
-            (self.max_shard_bytes.is_some(), "--max-shard-size", Format::HuggingFace),
+            (self.ranks.is_some() && !has_ranks, "`Destination::ranks`", Format::Dcp),
+            (self.max_shard_bytes.is_some(), "`Destination::max_shard_bytes`", Format::HuggingFace),
             (
                 self.config.is_some() && !matches!(format, Format::Registered(_)),
-                "--config",
+                "`Destination::config`",
                 Format::HuggingFace,
             ),
-            (self.legacy, "--legacy", Format::TorchSave),
-            (self.device.is_some(), "--device", Format::TorchSave),
+            (self.legacy, "`Destination::legacy`", Format::TorchSave),
+            (self.device.is_some(), "`Destination::device`", Format::TorchSave),
         ] {
             if given && of != format {
                 return Err(self.is_for(option, of, format));
@@ -251,7 +251,7 @@ impl Destination {
     fn is_for(&self, option: &str, of: Format, format: Format) -> Error {
         let message = format!("{option} is for {of}, and {:?} becomes {format}", self.uri);
         Error::new(ErrorKind::InvalidOption, message)
-            .with_hint(format!("leave it out, or say --to {of}"))
+            .with_hint(format!("leave it out, or say `Destination::to` {of}"))
     }
 
     /// The options of frameworks and of the mapping.
@@ -279,16 +279,19 @@ impl Destination {
             None => None,
         };
         let mut work = Work::new(name, job)
-            .option("--to", &format)
-            .option("--ranks", &self.ranks.unwrap_or(RANKS))
-            .option("--dtype", &(self.dtype, &self.keep_dtype))
-            .option("--max-shard-size", &self.max_shard_bytes.unwrap_or(MAX_SHARD_BYTES))
-            .option("--legacy", &self.legacy)
-            .option("--device", &self.device)
+            .option("`Destination::to`", &format)
+            .option("`Destination::ranks`", &self.ranks.unwrap_or(RANKS))
+            .option("`Destination::dtype`", &(self.dtype, &self.keep_dtype))
+            .option(
+                "`Destination::max_shard_bytes`",
+                &self.max_shard_bytes.unwrap_or(MAX_SHARD_BYTES),
+            )
+            .option("`Destination::legacy`", &self.legacy)
+            .option("`Destination::device`", &self.device)
             .option("the layout", &layout)
-            .option("--compress", &self.compression)
-            .option("--overwrite", &self.overwrite)
-            .option("--config", &config.map(model_files::configuration_of));
+            .option("`Destination::compression`", &self.compression)
+            .option("`Destination::overwrite`", &self.overwrite)
+            .option("`Destination::config`", &config.map(model_files::configuration_of));
         // The layout has those about the target, with the defaults that follow from the source.
         for (options, _) in self.options.given() {
             if !matches!(options.concern(), Concern::Target(_)) {
@@ -300,11 +303,11 @@ impl Destination {
 
     fn not_compressed(&self, format: Format) -> Error {
         let message = format!(
-            "--compress is for {} and formats that compress as it does, and {:?} becomes {format}",
+            "`Destination::compression` is for {} and formats that compress as it does, and {:?} becomes {format}",
             Format::Dcp,
             self.uri
         );
-        let hint = format!("leave it out, or say --to {}", Format::Dcp);
+        let hint = format!("leave it out, or say `Destination::to` {}", Format::Dcp);
         Error::new(ErrorKind::InvalidOption, message).with_hint(hint)
     }
 
@@ -370,7 +373,7 @@ mod tests {
         assert_eq!(file.format().unwrap(), Format::Safetensors);
         let error = file.ranks(2).format().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidOption);
-        assert!(error.to_string().starts_with("--ranks is for dcp"), "{error}");
+        assert!(error.to_string().starts_with("`Destination::ranks` is for dcp"), "{error}");
         let folder = Destination::new("x").to(Format::Dcp).ranks(2);
         assert_eq!(folder.format().unwrap(), Format::Dcp);
         drop(folder);

@@ -289,7 +289,7 @@ impl Run {
         }
     }
 
-    /// Pins the checkpoints of a step: no policy and no `dcp prune` deletes them. The pin is a
+    /// Pins the checkpoints of a step: no policy and no `Run::prune` deletes them. The pin is a
     /// file in the folder of the checkpoint.
     ///
     /// # Errors
@@ -360,7 +360,7 @@ impl Run {
         if found.is_empty() {
             let message = format!("{:?} has no checkpoint of step {step}", self.url);
             return Err(Error::new(ErrorKind::NotFound, message)
-                .with_hint("`dcp ls` lists the checkpoints of a run"));
+                .with_hint("`Opener::list` lists the checkpoints of a run"));
         }
         let storage = self.open(Access::Write).await?;
         let folders = found.iter().map(|one| Ok((Arc::clone(&storage), Key::new(&one.name)?)));

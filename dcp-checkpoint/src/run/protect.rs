@@ -183,7 +183,7 @@ pub(super) fn refuse(
         });
         let message = "no checkpoint of the run is complete, so nothing is deleted";
         let error = Error::new(ErrorKind::Damaged, message)
-            .with_hint("`dcp verify --deep` lists all that is wrong with a checkpoint");
+            .with_hint("`Verification::deep` lists all that is wrong with a checkpoint");
         return Err(match Reasons::new(problems.collect()) {
             Some(reasons) => error.because(reasons),
             None => error,
@@ -199,7 +199,7 @@ pub(super) fn refuse(
         names.dedup();
         let names: Vec<_> = names.iter().map(|name| format!("{name:?}")).collect();
         let hint = match &*names {
-            [] => "no metrics are recorded in this run: see `dcp prune --help`".to_owned(),
+            [] => "no metrics are recorded in this run: see `KeepBest`".to_owned(),
             names => format!("the checkpoints have {}", names.join(", ")),
         };
         let message = format!("no checkpoint of the run has the metric {metric:?}");
@@ -213,14 +213,14 @@ pub(super) fn refuse(
         Some(StepOrder::Time) => match complete().find(|step| step.modified.is_none()) {
             Some(step) => {
                 let message = format!("nothing says when {:?} was written", step.name);
-                Err(Error::new(ErrorKind::InvalidOption, message).with_hint("use --by step"))
+                Err(Error::new(ErrorKind::InvalidOption, message).with_hint("use `StepOrder::Step`"))
             }
             None => Ok(()),
         },
         None => match disagreement(complete()) {
             Some(pair) => Err(Error::new(ErrorKind::Undecided, describe(pair)).with_hint(
-                "--by time keeps those that were written last, as after a start from scratch; --by \
-                 step keeps the highest steps, as where files were copied",
+                "`StepOrder::Time` keeps those that were written last, as after a start from scratch; \
+                 `StepOrder::Step` keeps the highest steps, as where files were copied",
             )),
             None => Ok(()),
         },

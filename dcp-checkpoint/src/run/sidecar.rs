@@ -24,9 +24,9 @@ pub(super) const METRICS: &str = ".dcp-metrics.json";
 /// A checkpoint with this file is being deleted, unless it is still whole or was saved again.
 pub(super) const DELETING: &str = ".dcp-deleting";
 
-const PIN_TEXT: &str = "Retention policies and `dcp prune` keep this checkpoint.\n";
+const PIN_TEXT: &str = "Retention policies keep this checkpoint.\n";
 /// The note in the mark of a deletion, by which a file is known as one.
-const MARK_NOTE: &str = "this checkpoint is being deleted; `dcp prune` finishes it";
+const MARK_NOTE: &str = "this checkpoint is being deleted; the next deletion finishes it";
 /// The longest mark of a deletion that is read, in bytes.
 const MARK_BYTES_MAX: u64 = 64 << 10;
 /// Files of the state of Lightning in one folder that are read.

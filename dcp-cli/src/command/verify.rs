@@ -7,6 +7,7 @@ use crate::failure::{Exit, Failure};
 use crate::output::progress::Bar;
 use crate::output::render::problems;
 use crate::session::Session;
+use crate::terms::of_command;
 
 /// Check that a checkpoint is whole.
 ///
@@ -39,7 +40,7 @@ pub(crate) struct Verify {
 
 pub(crate) fn verify(args: &Verify, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
-    let (place, report) = session.run(args.deep, async {
+    let (place, mut report) = session.run(args.deep, async {
         // The report has what there is to note.
         let opener = session.silent_opener().need(Need::Readable);
         let opened = opener.open(&args.uri).await?;
@@ -54,6 +55,9 @@ pub(crate) fn verify(args: &Verify, session: &Session) -> Result<(), Failure> {
     })?;
     if !session.is_coordinator() {
         return Ok(());
+    }
+    for problem in &mut report.problems {
+        problem.message = of_command(&problem.message).into_owned();
     }
     if args.json {
         out.json(&report)?;

@@ -13,6 +13,7 @@ use dcp::core::text::{Message, is_unsafe};
 
 use crate::failure::Failure;
 use crate::output::style::{ColorChoice, Style, guarded, terminal_width};
+use crate::terms::of_command;
 
 /// The two streams and how to write to them.
 #[derive(Clone, Copy, Debug)]
@@ -86,7 +87,8 @@ impl Output {
         }
         if !self.quiet {
             // Notes are not worth an error when stderr is closed.
-            let _ = writeln!(io::stderr(), "{} {}", self.notes.dim("note:"), Message(text));
+            let text = of_command(text);
+            let _ = writeln!(io::stderr(), "{} {}", self.notes.dim("note:"), Message(&text));
         }
     }
 }

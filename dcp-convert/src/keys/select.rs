@@ -242,7 +242,7 @@ impl Selection {
             let names: Vec<_> = candidates.iter().map(|name| format!("{name:?}")).collect();
             let names: Vec<&str> = names.iter().map(String::as_str).collect();
             let problem = format!(
-                "each of {} may be the model; --model-only with --include takes one of them",
+                "each of {} may be the model; `StatePart::Model` with `Keys::include` takes one of them",
                 list(&names)
             );
             ConvertError::UnknownPart { problem }

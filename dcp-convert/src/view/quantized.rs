@@ -65,7 +65,7 @@ pub(crate) async fn with_quantizers(
     }
     if let Some((fqn, dtype, why)) = refused.first() {
         let problem = format!(
-            "cannot be written: it is {dtype} and needs a scale, which {why}; --exclude leaves \
+            "cannot be written: it is {dtype} and needs a scale, which {why}; `Keys::exclude` leaves \
              it out"
         );
         return Err(ConvertError::not_storable(fqn.to_string(), problem));

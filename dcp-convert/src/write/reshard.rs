@@ -70,8 +70,8 @@ pub async fn reshard(
     if chunks > limit {
         return Err(ConvertError::TooLarge {
             what: format!("a checkpoint of {chunks} chunks, as {ranks} ranks write it,"),
-            limit: format!("{limit} chunks, which are planned with this --max-memory"),
-            instead: "write it for fewer ranks, or raise --max-memory",
+            limit: format!("{limit} chunks, which are planned with this `JobOptions::max_memory`"),
+            instead: "write it for fewer ranks, or raise `JobOptions::max_memory`",
         });
     }
     divide(source, writer, &division, options).await
@@ -374,7 +374,7 @@ async fn written_max(source: &Source) -> Result<u64, CheckpointError> {
 fn shared_too_often(limit: u64) -> ConvertError {
     let problem = format!(
         "share memory in the file, and have more than {limit} bytes when each is written by \
-         itself; --exclude leaves some out, and a file of torch.save can share them, too"
+         itself; `Keys::exclude` leaves some out, and a file of torch.save can share them, too"
     );
     ConvertError::no_form("the objects of the checkpoint", problem)
 }

@@ -136,12 +136,12 @@ fn refuse_wrapped(metadata: &CheckpointMetadata) -> Result<(), ConvertError> {
         "a DTensor is one rank's part: load the files of all ranks in PyTorch, and save them with \
          torch.distributed.checkpoint"
     } else {
-        "--to dcp and --to torch-save keep them as they are, --dequantize makes plain numbers of \
+        "`Destination::to` dcp and `Destination::to` torch-save keep them as they are, `Conversion::dequantize` makes plain numbers of \
          those of torchao that are known"
     };
     let problem = format!(
         "are tensors of classes of their own, which a safetensors file cannot hold; {advice}; \
-         --exclude leaves them out"
+         `Keys::exclude` leaves them out"
     );
     Err(ConvertError::no_form(list(&names), problem))
 }

@@ -238,7 +238,7 @@ impl fmt::Display for Standing {
             Self::NoSave => "",
             Self::NotCommitted => "; the checkpoint was not committed, what was there before stays",
             Self::MayBeCommitted => {
-                "; the checkpoint may have been committed: look with `dcp inspect`"
+                "; the checkpoint may have been committed: look with `Checkpoint::inspect`"
             }
             Self::Committed => "; the checkpoint was committed",
         })

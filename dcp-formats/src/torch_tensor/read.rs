@@ -23,7 +23,7 @@ impl TensorLayout {
             if let Some(tensor) = wrapped(&pickle, pickle.root()) {
                 return bad(format!(
                     "it holds a tensor of the class {}, which consists of several tensors; \
-                     --exclude leaves it out",
+                     `Keys::exclude` leaves it out",
                     tensor.class
                 ));
             }

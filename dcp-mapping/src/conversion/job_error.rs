@@ -6,7 +6,7 @@ use crate::error::MappingError;
 use crate::mapping::Mapping;
 
 /// The advice where a checkpoint does not say enough of its model.
-const UNSAID: &str = "`dcp inspect --args` shows what the checkpoint says; --config DIR reads the \
+const UNSAID: &str = "`framework::arguments` shows what the checkpoint says; `Destination::config` reads the \
                       rest from the model's config.json, and a mapping of your own may say it";
 
 impl From<MappingError> for Error {
@@ -14,34 +14,35 @@ impl From<MappingError> for Error {
         let (kind, hint) = match error {
             MappingError::Convert(error) => return error.into(),
             MappingError::Declaration { .. } => {
-                (ErrorKind::InvalidOption, "`dcp arch llama` prints one that is right")
+                (ErrorKind::InvalidOption, "`Mapping::declaration` prints one that is right")
             }
             MappingError::Yaml { .. } => (
                 ErrorKind::Damaged,
-                "the file describes the model of the checkpoint; without it, --config DIR reads the \
+                "the file describes the model of the checkpoint; without it, `Destination::config` reads the \
                  model's config.json",
             ),
             MappingError::UnknownFamily { .. } => (
                 ErrorKind::InvalidOption,
-                "name one of them, or a TOML file of your own (`dcp arch llama > my.toml` is one \
+                "name one of them, or a TOML file of your own (`Mapping::declaration` is one \
                  to begin with)",
             ),
-            MappingError::OtherFamily { .. } => {
-                (ErrorKind::InvalidOption, "--arch names another family; `dcp arch` lists them")
-            }
+            MappingError::OtherFamily { .. } => (
+                ErrorKind::InvalidOption,
+                "`MappingOptions::arch` names another family; `Mapping::families` lists them",
+            ),
             MappingError::LeftOver { .. } => (
                 ErrorKind::Unmapped,
-                "`dcp arch FAMILY > my.toml` prints a mapping to add rules to; --allow-left-over \
+                "`Mapping::declaration` prints a mapping to add rules to; `MappingOptions::allow_left_over` \
                  leaves them out, and a model that uses them is then another one",
             ),
             MappingError::Differs { .. } => (
                 ErrorKind::Unsupported,
-                "--ignore-args goes on all the same, and says so; --config DIR takes the \
+                "`MappingOptions::ignore_args` goes on all the same, and says so; `Destination::config` takes the \
                  configuration that the model is opened with",
             ),
             MappingError::Unsaid { .. } => (
                 ErrorKind::Undecided,
-                "pass --config DIR, the folder with the original model's config.json",
+                "pass `Destination::config`, the folder with the original model's config.json",
             ),
             MappingError::UnknownFact { .. } => (ErrorKind::Undecided, UNSAID),
             MappingError::Rule { ref problem, .. } if problem.ends_with("nor the shapes") => {
@@ -49,17 +50,17 @@ impl From<MappingError> for Error {
             }
             MappingError::BadFact { .. } => (
                 ErrorKind::Damaged,
-                "`dcp inspect` shows what the checkpoint holds and says of its model",
+                "`Checkpoint::inspect` shows what the checkpoint holds and says of its model",
             ),
             _ => (
                 ErrorKind::Unmapped,
-                "`dcp inspect` lists what the checkpoint holds: it is not whole, or of another \
-                 family, which --arch names",
+                "`Checkpoint::inspect` lists what the checkpoint holds: it is not whole, or of another \
+                 family, which `MappingOptions::arch` names",
             ),
         };
         let message = match &error {
             MappingError::Rule { file, line, rule, problem } => builtin(file).map(|family| {
-                format!("`dcp arch {family}`, line {line}: rule {rule:?}: {problem}")
+                format!("the mapping {family:?}, line {line}: rule {rule:?}: {problem}")
             }),
             _ => None,
         };

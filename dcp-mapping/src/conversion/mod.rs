@@ -137,9 +137,9 @@ impl MappingOptions {
         let Some(wanted) = self.wanted(opened, origin, to, notes)? else {
             self.refuse_idle()?;
             if to == TORCH_DIST && config.is_some() {
-                let message = "--config is for a mapping, and none is applied";
+                let message = "`Destination::config` is for a mapping, and none is applied";
                 return Err(Error::new(ErrorKind::InvalidOption, message)
-                    .with_hint("say --arch, or leave it out"));
+                    .with_hint("say `MappingOptions::arch`, or leave it out"));
             }
             let target = opened.opener().framework_target(to).filter(|_| to == TORCH_DIST);
             if let Some(target) = target
@@ -148,7 +148,9 @@ impl MappingOptions {
             {
                 let way = match origin {
                     Origin::Megatron => "convert to hf first, and from there to torch-dist",
-                    _ => "--arch gives a Hugging Face model the names of Megatron-Core",
+                    _ => {
+                        "`MappingOptions::arch` gives a Hugging Face model the names of Megatron-Core"
+                    }
                 };
                 notes.say(format!(
                     "the tensors keep their names, which Megatron-LM does not load; {way}"
@@ -176,8 +178,8 @@ impl MappingOptions {
             let mapping = match wanted {
                 Chosen::Auto => recognize_config(&config).map_err(|error| {
                     Error::from(error).with_hint(
-                        "name one with --arch, or a TOML file of your own (`dcp arch llama` is \
-                         one to begin with); --arch none keeps the names",
+                        "name one with `MappingOptions::arch`, or a TOML file of your own (`Mapping::declaration` is \
+                         one to begin with); `Architecture::Keep` keeps the names",
                     )
                 })?,
                 Chosen::Of(mapping) => {
@@ -186,7 +188,7 @@ impl MappingOptions {
                         && mapping.program().is_none()
                     {
                         notes.say(format!(
-                            "{CONFIG} is of {own} and is read as one of {}, which --arch names; \
+                            "{CONFIG} is of {own} and is read as one of {}, which `MappingOptions::arch` names; \
                              settings that only {own} has are not among the arguments",
                             mapping.name(),
                             own = own.name(),
@@ -207,14 +209,14 @@ impl MappingOptions {
             mapped.report.notes.extend(differs.map(|(output, input)| {
                 format!(
                     "{output:?}, which is left out, has other values than {input:?}: transformers \
-                     ignores them as the configuration ties the two; --untie keeps them"
+                     ignores them as the configuration ties the two; `MappingOptions::untie` keeps them"
                 )
             }));
             return Ok(Named::new(mapped.source).with_report(report(mapped.report)?));
         }
         for (given, option, does) in [
-            (self.vocab_divisor.is_some(), "--make-vocab-divisible-by", "pads"),
-            (self.layers.is_some(), "--transformer-impl", "chooses names"),
+            (self.vocab_divisor.is_some(), "`MappingOptions::vocab_divisor`", "pads"),
+            (self.layers.is_some(), "`MappingOptions::layers`", "chooses names"),
         ] {
             if given {
                 let message = format!("{option} {does} for Megatron-Core, and this goes from it");
@@ -225,8 +227,9 @@ impl MappingOptions {
             && let Some(program) = mapping.program()
         {
             let message = format!("a model of {program} says nothing about its heads");
-            return Err(Error::new(ErrorKind::Undecided, message)
-                .with_hint("pass --config DIR, the folder with the config.json of the model"));
+            return Err(Error::new(ErrorKind::Undecided, message).with_hint(
+                "pass `Destination::config`, the folder with the config.json of the model",
+            ));
         }
         let mut facts = facts(opened, &source, notes).await?;
         let given = match config {
@@ -245,7 +248,7 @@ impl MappingOptions {
             facts = described.map_err(|error| {
                 // The folder that was named is wrong, not the checkpoint.
                 Error::from(error).with_kind(ErrorKind::InvalidOption).with_hint(
-                    "pass --config with the folder of this model, or correct its config.json",
+                    "pass `Destination::config` with the folder of this model, or correct its config.json",
                 )
             })?;
         }
@@ -254,7 +257,7 @@ impl MappingOptions {
         let mut mapped = mapped.map_err(|error| match (&error, mapping.program()) {
             (MappingError::BadFact { .. }, Some(_)) => {
                 Error::from(error).with_kind(ErrorKind::InvalidOption).with_hint(
-                    "pass --config with the folder of this model, or correct its config.json",
+                    "pass `Destination::config` with the folder of this model, or correct its config.json",
                 )
             }
             _ => error.into(),
@@ -289,7 +292,7 @@ impl MappingOptions {
             None if from_megatron && to == Format::HuggingFace => &Architecture::Auto,
             None if to == TORCH_DIST && origin == Origin::HuggingFace => {
                 notes.say(
-                    "it gets Megatron-Core's names, by config.json; --arch none keeps its own",
+                    "it gets Megatron-Core's names, by config.json; `Architecture::Keep` keeps its own",
                 );
                 &Architecture::Auto
             }
@@ -307,15 +310,19 @@ impl MappingOptions {
         };
         if let Some(program) = program.filter(|_| to == TORCH_DIST || from_megatron) {
             let message = format!(
-                "--arch goes to {program} or from there, and {} is Megatron-Core's",
-                if from_megatron { format!("{:?}", opened.uri()) } else { format!("--to {to}") }
+                "`MappingOptions::arch` goes to {program} or from there, and {} is Megatron-Core's",
+                if from_megatron {
+                    format!("{:?}", opened.uri())
+                } else {
+                    format!("`Destination::to` {to}")
+                }
             );
             return Err(Error::new(ErrorKind::InvalidOption, message)
-                .with_hint("leave it out, or say --to hf or --to dcp"));
+                .with_hint("leave it out, or say `Destination::to` hf or `Destination::to` dcp"));
         }
         if from_megatron && to == TORCH_DIST {
             let message = format!(
-                "--arch goes to Hugging Face or from there, and both {:?} and --to torch-dist are \
+                "`MappingOptions::arch` goes to Hugging Face or from there, and both {:?} and `Destination::to` torch-dist are \
                  Megatron-Core's",
                 opened.uri()
             );
@@ -327,12 +334,12 @@ impl MappingOptions {
         };
         if origin == Origin::HuggingFace && stays {
             let message = format!(
-                "--arch goes to Megatron-Core or from there, and neither {:?} nor --to {to} is \
+                "`MappingOptions::arch` goes to Megatron-Core or from there, and neither {:?} nor `Destination::to` {to} is \
                  Megatron-Core's",
                 opened.uri()
             );
             return Err(Error::new(ErrorKind::InvalidOption, message)
-                .with_hint("leave it out, or say --to torch-dist"));
+                .with_hint("leave it out, or say `Destination::to` torch-dist"));
         }
         Ok(Some(chosen))
     }
@@ -340,16 +347,16 @@ impl MappingOptions {
     /// Refuses options of a mapping where none is applied.
     fn refuse_idle(&self) -> Result<(), Error> {
         for (given, option) in [
-            (self.vocab_divisor.is_some(), "--make-vocab-divisible-by"),
-            (self.layers.is_some(), "--transformer-impl"),
-            (self.allow_left_over, "--allow-left-over"),
-            (self.ignore_args, "--ignore-args"),
-            (self.untie, "--untie"),
+            (self.vocab_divisor.is_some(), "`MappingOptions::vocab_divisor`"),
+            (self.layers.is_some(), "`MappingOptions::layers`"),
+            (self.allow_left_over, "`MappingOptions::allow_left_over`"),
+            (self.ignore_args, "`MappingOptions::ignore_args`"),
+            (self.untie, "`MappingOptions::untie`"),
         ] {
             if given {
                 let message = format!("{option} is for a mapping, and none is applied");
                 return Err(Error::new(ErrorKind::InvalidOption, message)
-                    .with_hint("say --arch, or leave it out"));
+                    .with_hint("say `MappingOptions::arch`, or leave it out"));
             }
         }
         Ok(())
@@ -363,7 +370,7 @@ async fn refuse_quantized(source: &Source) -> Result<(), Error> {
     let message =
         format!("the model is quantized: {scales:?} has scales, which a mapping leaves out");
     Err(Error::new(ErrorKind::Unsupported, message)
-        .with_hint("--dequantize DTYPE makes plain numbers of the schemes that it reads; --arch none keeps all names"))
+        .with_hint("`Conversion::dequantize` makes plain numbers of the schemes that it reads; `Architecture::Keep` keeps all names"))
 }
 
 /// The report of the mapping as a plug-in's.
@@ -418,7 +425,7 @@ async fn recognized(source: &Source, facts: &Facts) -> Result<Mapping, Error> {
                 candidates.join(" or ")
             );
             Err(Error::new(ErrorKind::Undecided, message).with_hint(format!(
-                "say which with --arch, or --arch none to keep Megatron-Core's names; {}",
+                "say which with `MappingOptions::arch`, or `Architecture::Keep` to keep Megatron-Core's names; {}",
                 families()
             )))
         }
@@ -431,9 +438,9 @@ async fn recognized(source: &Source, facts: &Facts) -> Result<Mapping, Error> {
                 None => error,
             };
             Err(error.with_hint(format!(
-                "name one with --arch, write a mapping of your own (`dcp arch llama > my.toml` \
-                 shows how) and pass --arch my.toml, or keep Megatron-Core's names with --arch \
-                 none; {}",
+                "name one with `MappingOptions::arch`, write a mapping of your own (`Mapping::declaration` \
+                 shows how) and pass it to `MappingOptions::arch`, or keep Megatron-Core's names with \
+                 `Architecture::Keep`; {}",
                 families()
             )))
         }
@@ -464,8 +471,9 @@ async fn untaken_that_differs(
 /// The configuration of the model that was made.
 fn config_json(mapping: &Mapping, mapped: &mut Mapped) -> Result<(Key, Vec<u8>), Error> {
     let config = mapping.config_json(&mapped.facts).map_err(|error| {
-        Error::from(error)
-            .with_hint("pass --config DIR, the folder with the original model's config.json")
+        Error::from(error).with_hint(
+            "pass `Destination::config`, the folder with the original model's config.json",
+        )
     })?;
     let is_open = |token| config.get(token).is_none_or(serde_json::Value::is_null);
     if ["bos_token_id", "eos_token_id"].into_iter().all(is_open) {

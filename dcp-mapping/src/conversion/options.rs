@@ -86,12 +86,12 @@ impl FrameworkOptions for MappingOptions {
 
     fn given(&self) -> Option<&'static str> {
         let given = [
-            (self.arch.is_some(), "--arch"),
-            (self.vocab_divisor.is_some(), "--make-vocab-divisible-by"),
-            (self.layers.is_some(), "--transformer-impl"),
-            (self.allow_left_over, "--allow-left-over"),
-            (self.ignore_args, "--ignore-args"),
-            (self.untie, "--untie"),
+            (self.arch.is_some(), "`MappingOptions::arch`"),
+            (self.vocab_divisor.is_some(), "`MappingOptions::vocab_divisor`"),
+            (self.layers.is_some(), "`MappingOptions::layers`"),
+            (self.allow_left_over, "`MappingOptions::allow_left_over`"),
+            (self.ignore_args, "`MappingOptions::ignore_args`"),
+            (self.untie, "`MappingOptions::untie`"),
         ];
         given.into_iter().find_map(|(given, option)| given.then_some(option))
     }

@@ -12,17 +12,18 @@ impl From<MegatronError> for Error {
             MegatronError::Convert(error) => return error.into(),
             MegatronError::FlatOptimizer { .. } => (
                 ErrorKind::Unsupported,
-                "--no-optimizer leaves it out; --optimizer per-parameter separates the parameters in \
+                "`StatePart::WithoutOptimizer` leaves it out; `OptimizerForm::PerParameter` separates the parameters in \
                  the buffers apart by their values",
             ),
             MegatronError::Indivisible { what: "layers", .. } => (
                 ErrorKind::Unsupported,
-                "choose another --pp, or say how many layers the first or the last stage has: \
-                 --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers",
+                "choose another `MegatronTarget::pp`, or say how many layers the first or the last stage has: \
+                 `PipelineSplit::decoder_first_pipeline_num_layers`, `PipelineSplit::decoder_last_pipeline_num_layers`",
             ),
-            MegatronError::Layout { .. } | MegatronError::Indivisible { .. } => {
-                (ErrorKind::Unsupported, "choose other sizes for --tp, --pp and --ep")
-            }
+            MegatronError::Layout { .. } | MegatronError::Indivisible { .. } => (
+                ErrorKind::Unsupported,
+                "choose other sizes for `MegatronTarget::tp`, `MegatronTarget::pp` and `MegatronTarget::ep`",
+            ),
             MegatronError::NotACheckpoint { .. } => {
                 return Self::of(ErrorKind::NotACheckpoint, error);
             }

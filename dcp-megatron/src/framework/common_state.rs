@@ -7,6 +7,7 @@ use dcp_core::storage::StorageExt;
 use dcp_core::text::Quoted;
 use serde_json::{Map, Value};
 
+use super::{ARGUMENTS, COMMON};
 use crate::disk::common_state::COMMON_STATE;
 use crate::disk::config::METADATA_JSON;
 use crate::open::checkpoint::MegatronCheckpoint;
@@ -19,7 +20,7 @@ use crate::open::checkpoint::MegatronCheckpoint;
 /// [`InvalidOption`](ErrorKind::InvalidOption) for a checkpoint of another program,
 /// [`Damaged`](ErrorKind::Damaged) where there is none or none can be recognized.
 pub async fn common_state(checkpoint: &Checkpoint) -> Result<Map<String, Value>, Error> {
-    common_state_for(checkpoint, "--common").await
+    common_state_for(checkpoint, COMMON).await
 }
 
 /// The arguments in the common state: those of the run that saved the checkpoint.
@@ -28,10 +29,10 @@ pub async fn common_state(checkpoint: &Checkpoint) -> Result<Map<String, Value>,
 ///
 /// As [`common_state`].
 pub async fn arguments(checkpoint: &Checkpoint) -> Result<Map<String, Value>, Error> {
-    let mut state = common_state_for(checkpoint, "--args").await?;
+    let mut state = common_state_for(checkpoint, ARGUMENTS).await?;
     state.remove("args").and_then(plain_dict).ok_or_else(|| {
         has_no(checkpoint, "arguments in its common state")
-            .with_hint("`dcp inspect --common` shows what there is")
+            .with_hint("`framework::common_state` shows what there is")
     })
 }
 
@@ -67,7 +68,7 @@ async fn no_common_state(checkpoint: &Checkpoint, option: &str) -> Error {
             Quoted(uri)
         );
         return Error::new(ErrorKind::Damaged, message)
-            .with_hint(format!("without {option} the command shows what else there is"));
+            .with_hint("`Checkpoint::inspect` shows what else there is");
     }
     let message = format!("{option} is for checkpoints of Megatron-Core, and {uri:?} is none");
     Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out to see what there is")

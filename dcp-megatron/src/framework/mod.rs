@@ -31,8 +31,11 @@ use crate::jobs::verify::verify_opened;
 use crate::open::checkpoint::{MegatronCheckpoint, StoredFormat};
 use crate::open::run::write_tracker;
 
-/// The name of the format and of what `dcp inspect` shows of it.
+/// The name of the format and of what `Checkpoint::inspect` shows of it.
 const NAME: &str = "megatron";
+/// The functions that print the common state, and the arguments in it, for messages.
+const COMMON: &str = "`framework::common_state`";
+const ARGUMENTS: &str = "`framework::arguments`";
 
 /// Megatron-Core, as jobs call it: [`MegatronTarget`] and [`OptimizerOptions`] are its options,
 /// [`MegatronCheckpoint`] its checkpoints, the common state what it has beside tensors.
@@ -145,7 +148,7 @@ impl FrameworkCheckpoint for MegatronCheckpoint {
 
     fn shown_by(&self, key: &str) -> Option<&'static str> {
         self.common().get(key)?;
-        Some(if key == "args" { "--args" } else { "--common" })
+        Some(if key == "args" { ARGUMENTS } else { COMMON })
     }
 
     async fn describe(&self) -> Result<PluginReport, Error> {

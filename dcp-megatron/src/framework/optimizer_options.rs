@@ -57,9 +57,9 @@ impl FrameworkOptions for OptimizerOptions {
 
     fn given(&self) -> Option<&'static str> {
         let given = [
-            (self.form.is_some(), "--optimizer"),
-            (self.allow_corrupt, "--allow-corrupt-optimizer"),
-            (self.repair, "--repair-optimizer"),
+            (self.form.is_some(), "`OptimizerOptions::form`"),
+            (self.allow_corrupt, "`OptimizerOptions::allow_corrupt`"),
+            (self.repair, "`OptimizerOptions::repair`"),
         ];
         given.into_iter().find_map(|(given, option)| given.then_some(option))
     }
@@ -119,8 +119,8 @@ impl OptimizerOptions {
             && let Some(problem) = shifted(opened.uri(), checkpoint, job).await?
         {
             return Err(Error::new(ErrorKind::Damaged, problem).with_hint(
-                "--repair-optimizer takes the master parameters from the weights and resets the \
-                 moments; --no-optimizer leaves the state out; --allow-corrupt-optimizer writes it \
+                "`OptimizerOptions::repair` takes the master parameters from the weights and resets the \
+                 moments; `StatePart::WithoutOptimizer` leaves the state out; `OptimizerOptions::allow_corrupt` writes it \
                  as it is; the model is sound",
             ));
         }
@@ -139,8 +139,8 @@ impl OptimizerOptions {
             // By parameter first, where that was chosen: flat buffers do not name them.
             let restarted = restart_optimizer(&source, &common, job).await.map_err(|error| {
                 Error::from(error).with_hint(
-                    "--optimizer per-parameter, given as well, divides the buffers by parameter \
-                     first; --no-optimizer leaves the state out",
+                    "`OptimizerForm::PerParameter`, given as well, divides the buffers by parameter \
+                     first; `StatePart::WithoutOptimizer` leaves the state out",
                 )
             })?;
             notes.say(format!(
@@ -196,7 +196,7 @@ pub(super) async fn refuse_corrupt(
     if options.form.is_some() || options.repair {
         let option = options.given().unwrap_or_default();
         let message = format!("{option} is for one checkpoint, and this is made of several");
-        let hint = "write each of them with it first, by `dcp convert`";
+        let hint = "write each of them with it first, by `Checkpoint::convert`";
         return Err(Error::new(ErrorKind::InvalidOption, message).with_hint(hint));
     }
     if let Some(option) = options.given() {
@@ -210,8 +210,8 @@ pub(super) async fn refuse_corrupt(
         let Some(checkpoint) = checkpoint else { continue };
         if let Some(problem) = problem(opened.uri(), checkpoint, taken, job).await? {
             return Err(Error::new(ErrorKind::Damaged, problem).with_hint(
-                "`dcp convert --to torch-dist --repair-optimizer` makes a sound one of it; \
-                 --no-optimizer leaves the state out; --allow-corrupt-optimizer writes it as it \
+                "`OptimizerOptions::repair` makes a sound one of it; \
+                 `StatePart::WithoutOptimizer` leaves the state out; `OptimizerOptions::allow_corrupt` writes it as it \
                  is; the model is sound",
             ));
         }

@@ -119,22 +119,28 @@ impl FrameworkOptions for MegatronTarget {
     fn given(&self) -> Option<&'static str> {
         let split = &self.split;
         let given = [
-            (self.form.is_some(), "--form"),
-            (self.integrity, "--integrity"),
+            (self.form.is_some(), "`MegatronTarget::form`"),
+            (self.integrity, "`MegatronTarget::integrity`"),
             (
                 split.decoder_first_pipeline_num_layers.is_some(),
-                "--decoder-first-pipeline-num-layers",
+                "`PipelineSplit::decoder_first_pipeline_num_layers`",
             ),
             (
                 split.decoder_last_pipeline_num_layers.is_some(),
-                "--decoder-last-pipeline-num-layers",
+                "`PipelineSplit::decoder_last_pipeline_num_layers`",
             ),
             (
                 split.account_for_embedding_in_pipeline_split,
-                "--account-for-embedding-in-pipeline-split",
+                "`PipelineSplit::account_for_embedding_in_pipeline_split`",
             ),
-            (split.account_for_loss_in_pipeline_split, "--account-for-loss-in-pipeline-split"),
-            (split.virtual_pipeline_model_parallel_size.is_some(), "--vpp"),
+            (
+                split.account_for_loss_in_pipeline_split,
+                "`PipelineSplit::account_for_loss_in_pipeline_split`",
+            ),
+            (
+                split.virtual_pipeline_model_parallel_size.is_some(),
+                "`PipelineSplit::virtual_pipeline_model_parallel_size`",
+            ),
         ];
         let other = given.into_iter().find_map(|(given, option)| given.then_some(option));
         self.size_given().or(other)
@@ -145,10 +151,10 @@ impl MegatronTarget {
     /// The first of the numbers of ranks that is chosen.
     fn size_given(&self) -> Option<&'static str> {
         let sizes = [
-            (self.tp.is_some(), "--tp"),
-            (self.pp.is_some(), "--pp"),
-            (self.ep.is_some(), "--ep"),
-            (self.etp.is_some(), "--etp"),
+            (self.tp.is_some(), "`MegatronTarget::tp`"),
+            (self.pp.is_some(), "`MegatronTarget::pp`"),
+            (self.ep.is_some(), "`MegatronTarget::ep`"),
+            (self.etp.is_some(), "`MegatronTarget::etp`"),
         ];
         sizes.into_iter().find_map(|(given, option)| given.then_some(option))
     }

@@ -138,7 +138,7 @@ fn add_optimizer(found: &OptimizerReport, report: &mut VerifyReport) {
         report.problems.push(problem);
     }
     report.notes.push(format!(
-        "{}; the model is sound. `dcp convert --to torch-dist --repair-optimizer` takes the master \
+        "{}; the model is sound. `OptimizerOptions::repair` takes the master \
          parameters from the weights and resets the moments",
         found.verdict
     ));

@@ -216,7 +216,7 @@ impl CheckpointFormat for MegatronCoreFormat {
         );
         let remedy = format!(
             "take another iteration; if only the file was lost, put it back: {}; its tensors alone \
-             can be had with --to safetensors",
+             can be had with `Destination::to` safetensors",
             config.to_json()
         );
         Some(UnfinishedSave::new(METADATA_JSON, description, remedy))

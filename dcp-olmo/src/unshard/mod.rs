@@ -338,7 +338,9 @@ fn exported(
         if shown.is_empty() {
             let what = format!("{root:?}");
             let problem = match root {
-                MODEL => "is not in this checkpoint; `dcp convert` writes whatever there is",
+                MODEL => {
+                    "is not in this checkpoint; `Checkpoint::convert` writes whatever there is"
+                }
                 _ => "is not in this checkpoint: it was saved without its optimizer",
             };
             return Err(ConvertError::NoForm { what, problem: problem.to_owned() });

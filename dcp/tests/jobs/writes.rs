@@ -111,7 +111,7 @@ async fn ranks_that_differ_need_a_choice_only_where_all_is_written() {
     let opener = dcp::opener(storages());
     let undecided = opener.clone().need(Need::Whole).open(&url).await.unwrap_err();
     assert_eq!(undecided.kind(), ErrorKind::Undecided);
-    assert!(undecided.hint().unwrap().contains("--rank"), "{undecided:?}");
+    assert!(undecided.hint().unwrap().contains("`Opener::rank`"), "{undecided:?}");
 
     let looked_at = opener.open(&url).await.unwrap();
     assert!(!looked_at.notes().is_empty());
@@ -163,14 +163,18 @@ async fn notes_are_heard_at_once_and_returned() {
     let checkpoint = opener.open(&fixture("pytorch/fsdp2_adam_2r")).await.unwrap();
     let opened = checkpoint.notes().len();
     let model = checkpoint.convert(&target).to(Format::HuggingFace).run().await.unwrap();
-    assert!(model.notes.iter().any(|note| note.contains("--everything")), "{:?}", model.notes);
+    assert!(
+        model.notes.iter().any(|note| note.contains("`StatePart::Everything`")),
+        "{:?}",
+        model.notes
+    );
     assert_eq!(heard.lock().unwrap()[opened..], model.notes);
 
     // A part that was chosen is not worth a note.
     let keys = Keys::all().part(StatePart::Model);
     let conversion = checkpoint.convert(&target).to(Format::HuggingFace).overwrite(true);
     let notes = conversion.keys(keys).run().await.unwrap().notes;
-    assert!(!notes.iter().any(|note| note.contains("--everything")), "{notes:?}");
+    assert!(!notes.iter().any(|note| note.contains("`StatePart::Everything`")), "{notes:?}");
 }
 
 /// The crate of the format and the job on a checkpoint by its URL have one verdict.

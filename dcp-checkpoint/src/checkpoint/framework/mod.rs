@@ -130,10 +130,10 @@ pub trait FrameworkCheckpoint: Any + fmt::Debug + Send + Sync {
     /// The arguments of the run that saved it.
     fn arguments(&self) -> Option<Dict>;
 
-    /// The option of the `dcp` command that prints the state under `key`, where the state has it.
+    /// The function that prints the state under `key`, in backticks, where the state has the key.
     fn shown_by(&self, key: &str) -> Option<&'static str>;
 
-    /// Describes it: what `dcp inspect` shows of it beside its tensors.
+    /// Describes it: what `Checkpoint::inspect` shows of it beside its tensors.
     ///
     /// # Errors
     ///

@@ -24,7 +24,7 @@ pub trait FrameworkOptions: Any + fmt::Debug + Send + Sync {
     /// The subject of the options, for the message to ranks that disagree about it.
     fn subject(&self) -> &'static str;
 
-    /// The first of the options that is not the default, as the `dcp` command names it.
+    /// The first of the options that is not the default, by its setter in backticks, as messages name it.
     fn given(&self) -> Option<&'static str>;
 }
 
@@ -44,7 +44,7 @@ pub trait FrameworkOptions: Any + fmt::Debug + Send + Sync {
 ///         "the shards"
 ///     }
 ///     fn given(&self) -> Option<&'static str> {
-///         Some("--shards")
+///         Some("`Shards`")
 ///     }
 /// }
 ///

@@ -48,7 +48,7 @@ pub trait TargetLayout: fmt::Debug + Send + Sync {
     /// The number of ranks that share a matrix, by which vocabularies are padded.
     fn tensor_parallel(&self) -> u32;
 
-    /// The first of the options that divides tensors of the framework, as the `dcp` command names it. It
+    /// The first of the options that divides tensors of the framework, by its setter in backticks. It
     /// means nothing for tensors of another program.
     fn divides(&self) -> Option<&'static str>;
 

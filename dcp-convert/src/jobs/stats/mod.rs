@@ -135,7 +135,7 @@ fn share_of(group: &JobGroup, batches: Batches) -> Result<Range<usize>, ConvertE
     if byte_lens.len() > BATCHES_MAX {
         let problem = format!(
             "its tensors claim more than {BATCHES_MAX} segments; if they are so long, \
-                               run with more memory, or with --single"
+                               run with more memory, or without a group"
         );
         return Err(CheckpointError::from(FormatError::new("index", problem)).into());
     }

@@ -62,7 +62,7 @@ pub(super) async fn refuse_different(
             let how = difference(first, other, fqn).await?;
             let why = match quantized.has(fqn) {
                 true => {
-                    "; a quantized weight has no average: --dequantize makes plain numbers first"
+                    "; a quantized weight has no average: `Conversion::dequantize` makes plain numbers first"
                 }
                 false => "",
             };

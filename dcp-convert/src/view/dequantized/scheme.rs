@@ -26,7 +26,7 @@ pub(super) fn refuse_unread(
     let of = method.map_or_else(String::new, |method| format!(" of {method}"));
     if let Some(scales) = exact.scales() {
         let problem = format!(
-            "has scales of a quantization{of} that --dequantize does not read: {READ}; {REMEDY}"
+            "has scales of a quantization{of} that `Conversion::dequantize` does not read: {READ}; {REMEDY}"
         );
         return Err(ConvertError::not_storable(scales, problem));
     }
@@ -34,8 +34,9 @@ pub(super) fn refuse_unread(
         view.metadata.iter().filter_map(|(fqn, entry)| Some((fqn, entry.as_tensor()?)));
     if let Some((fqn, tensor)) = tensors.find(|(_, tensor)| tensor.dtype.is_quantized()) {
         let dtype = tensor.dtype;
-        let problem =
-            format!("is {dtype} of PyTorch, which --dequantize does not read: {READ}; {REMEDY}");
+        let problem = format!(
+            "is {dtype} of PyTorch, which `Conversion::dequantize` does not read: {READ}; {REMEDY}"
+        );
         return Err(ConvertError::not_storable(fqn.to_string(), problem));
     }
     if unwraps || view.entries.iter().any(|shown| shown.weight.is_some()) {
@@ -45,7 +46,7 @@ pub(super) fn refuse_unread(
         Some(method) => format!("does not read the quantization {method}: {READ}; {REMEDY}"),
         None => format!("finds nothing quantized: {READ}"),
     };
-    Err(ConvertError::invalid_option("--dequantize", problem))
+    Err(ConvertError::invalid_option("`Conversion::dequantize`", problem))
 }
 
 /// Makes an error about blocks one of the option that gives their size.
@@ -53,7 +54,7 @@ pub(super) fn of_block_size(error: QuantError) -> ConvertError {
     match error {
         QuantError::BlockSize(error) => {
             let problem = format!("{}, in rows and columns such as 128x128", error.problem());
-            ConvertError::invalid_option("--block-size", problem)
+            ConvertError::invalid_option("`DequantizeOptions::block`", problem)
         }
         error => FormatError::from(error).into(),
     }

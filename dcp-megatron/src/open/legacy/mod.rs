@@ -118,7 +118,7 @@ impl Legacy {
             warnings.push(format!(
                 "the optimizer's state is in buffers that name no parameters, {} of \
                  {OPTIMIZER_FILE}; it is left out unless it is taken apart by parameter \
-                 (`--optimizer per-parameter`)",
+                 (`OptimizerForm::PerParameter`)",
                 optimizers.len()
             ));
         }

@@ -30,7 +30,7 @@ impl LocalName {
     }
 
     /// The name in distributed checkpoints, where a norm in front of a layer is named as part of
-    /// it. Modules of the local implementation (`--transformer-impl local`) have them on their own.
+    /// it. Modules of the local implementation (`LayerSpec::Local`) have them on their own.
     pub(super) fn with_fused_norms(mut self, local: bool) -> Self {
         let fused = [
             ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),

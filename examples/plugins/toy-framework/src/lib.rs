@@ -156,7 +156,7 @@ impl FrameworkOptions for ToyRanks {
     }
 
     fn given(&self) -> Option<&'static str> {
-        Some("--toy-ranks")
+        Some("`ToyRanks`")
     }
 }
 

@@ -52,11 +52,11 @@ async fn a_framework_describes_verifies_and_writes_its_checkpoints() {
     assert_eq!(error.kind(), ErrorKind::InvalidOption, "{error}");
     let dcp = Destination::new(at("dcp")).to(Format::Dcp).with(ToyRanks(2));
     let error = four.convert(dcp).run().await.unwrap_err();
-    assert!(error.to_string().starts_with("--toy-ranks is for toy-ranks"), "{error}");
+    assert!(error.to_string().starts_with("`ToyRanks` is for toy-ranks"), "{error}");
     assert!(!folder.path().join("dcp").exists());
     let ranks = Destination::new(at("ranks")).to(TOY_RANKS).ranks(2);
     let error = four.convert(ranks).run().await.unwrap_err();
-    assert!(error.to_string().starts_with("--ranks is for dcp"), "{error}");
+    assert!(error.to_string().starts_with("`Destination::ranks` is for dcp"), "{error}");
 
     // A program without the framework opens the format, and does not know the target.
     let target = Destination::new(at("unknown")).to(TOY_RANKS);

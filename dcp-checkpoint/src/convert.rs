@@ -122,6 +122,7 @@ impl Conversion<'_> {
     pub async fn run(self) -> Result<Written, Error> {
         let format = self.destination.format()?;
         let selection = self.keys.selection(format.usual_part());
+        self.destination.refuse_idle_options(&self.checkpoint.opener, true)?;
         self.refuse_optimizer_options(&selection)?;
         let mut notes = self.checkpoint.opener.notes();
         let checkpoint = match self.reads_names_of_others(format).await? {

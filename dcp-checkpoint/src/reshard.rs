@@ -116,6 +116,7 @@ impl Resharding<'_> {
     /// and those of [`Conversion::run`](crate::jobs::Conversion::run).
     pub async fn run(self) -> Result<Written, Error> {
         let selection = self.keys.selection(StatePart::Everything);
+        self.destination.refuse_idle_options(&self.checkpoint.opener, false)?;
         let mut notes = self.checkpoint.opener.notes();
         let checkpoint = match self.destination.options().given_of_optimizer() {
             Some(_) => Whole::of(self.checkpoint).await?,

@@ -16,6 +16,11 @@ use dcp_core::{Storage, StorageError};
 use crate::layout::{OptimizerLayout, source_with_layout};
 use crate::unshard::{UnshardOptions, UnshardReport, unshard_checkpoint};
 
+/// The name of the framework.
+const NAME: &str = "olmo-core";
+/// The option, as messages name it.
+const SETTER: &str = "`OptimizerLayout`";
+
 /// OLMo-core, as jobs call it: [`OptimizerLayout`] is its option of jobs that write, [`UnshardOptions`] a job
 /// that writes plain files.
 ///
@@ -47,7 +52,7 @@ pub struct Olmo;
 impl Framework for Olmo {
     /// Not the name of a format: a step is opened as the checkpoint of PyTorch's that is in it.
     fn name(&self) -> &'static str {
-        "olmo-core"
+        NAME
     }
 
     fn title(&self) -> &'static str {
@@ -82,10 +87,13 @@ impl Framework for Olmo {
         &self,
         _sources: &[&Checkpoint],
         _taken: Taken<'_>,
-        _options: &Options,
+        options: &Options,
         _job: &JobOptions,
     ) -> Result<(), Error> {
-        Ok(())
+        match options.get::<OptimizerLayout>() {
+            None => Ok(()),
+            Some(layout) => Err(layout.is_for_one()),
+        }
     }
 
     /// Its checkpoints are written as those of PyTorch.
@@ -105,17 +113,30 @@ impl Framework for Olmo {
     }
 }
 
+impl OptimizerLayout {
+    /// The error in a job on several checkpoints.
+    fn is_for_one(self) -> Error {
+        let message = format!("{SETTER} is for one checkpoint, and this is made of several");
+        let hint = "write each of them with it first, by `Checkpoint::convert`";
+        Error::new(ErrorKind::InvalidOption, message).with_hint(hint)
+    }
+}
+
 impl FrameworkOptions for OptimizerLayout {
+    fn taken_by(&self) -> &'static str {
+        NAME
+    }
+
     fn concern(&self) -> Concern {
         Concern::Optimizer
     }
 
     fn subject(&self) -> &'static str {
-        "`OptimizerLayout`"
+        SETTER
     }
 
     fn given(&self) -> Option<&'static str> {
-        Some("`OptimizerLayout`")
+        Some(SETTER)
     }
 }
 

@@ -8,12 +8,32 @@ use dcp_core::format::CheckpointTarget;
 
 use super::Destination;
 use crate::checkpoint::Checkpoint;
-use crate::checkpoint::framework::{FrameworkTarget, TargetLayout};
+use crate::checkpoint::framework::{Concern, FrameworkTarget, TargetLayout};
 use crate::checkpoint::opener::Opener;
 use crate::error::{Error, ErrorKind};
 use crate::format::Format;
 
 impl Destination {
+    /// Refuses options that the job does not pass on: those that no plug-in of the opener takes, and, in a job
+    /// that gives no tensor another name, those about names.
+    pub(crate) fn refuse_idle_options(&self, opener: &Opener, renames: bool) -> Result<(), Error> {
+        for (options, option) in self.options.given() {
+            let message = match options.concern() {
+                _ if !opener.frameworks.has(options.taken_by()) => format!(
+                    "{option} is for {:?}, which is no plug-in of this program",
+                    options.taken_by()
+                ),
+                Concern::Names if !renames => {
+                    format!("{option} gives tensors other names, and this job keeps them")
+                }
+                _ => continue,
+            };
+            let error = Error::new(ErrorKind::InvalidOption, message);
+            return Err(error.with_hint("leave it out, or use `Checkpoint::convert`"));
+        }
+        Ok(())
+    }
+
     /// The target of a framework that a format is, with the name of the framework's format.
     pub(crate) fn framework_target<'a>(
         &self,

@@ -30,6 +30,8 @@ use crate::recognize::{Recognition, recognize, recognize_config};
 pub use options::{Architecture, MappingOptions};
 use other_names::refuse_other_names;
 
+/// The name of the mapping and of its report.
+const NAME: &str = "mapping";
 /// The framework whose names are mapped to those of Hugging Face.
 const MEGATRON: &str = "megatron";
 /// The target whose tensors get names of Megatron-Core.
@@ -46,6 +48,10 @@ pub struct FamilyMapping;
 
 #[async_trait]
 impl NameMapping for FamilyMapping {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
     async fn may_rename(
         &self,
         checkpoint: &Checkpoint,
@@ -375,7 +381,7 @@ async fn refuse_quantized(source: &Source) -> Result<(), Error> {
 
 /// The report of the mapping as a plug-in's.
 fn report(report: MappingReport) -> Result<PluginReport, Error> {
-    PluginReport::new("mapping", report)
+    PluginReport::new(NAME, report)
 }
 
 /// The facts in the arguments of a checkpoint. Those that were saved through PyTorch alone have them

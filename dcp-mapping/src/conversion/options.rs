@@ -76,6 +76,10 @@ pub struct MappingOptions {
 }
 
 impl FrameworkOptions for MappingOptions {
+    fn taken_by(&self) -> &'static str {
+        super::NAME
+    }
+
     fn concern(&self) -> Concern {
         Concern::Names
     }

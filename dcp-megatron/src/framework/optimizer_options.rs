@@ -47,6 +47,10 @@ pub struct OptimizerOptions {
 }
 
 impl FrameworkOptions for OptimizerOptions {
+    fn taken_by(&self) -> &'static str {
+        super::NAME
+    }
+
     fn concern(&self) -> Concern {
         Concern::Optimizer
     }

@@ -108,6 +108,10 @@ impl MegatronTarget {
 }
 
 impl FrameworkOptions for MegatronTarget {
+    fn taken_by(&self) -> &'static str {
+        super::NAME
+    }
+
     fn concern(&self) -> Concern {
         Concern::Target(NAME)
     }

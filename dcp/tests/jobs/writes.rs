@@ -399,3 +399,29 @@ async fn reports_have_the_notes_of_their_jobs() {
         assert!(notes.iter().all(|note| note.contains("`dcp verify` says what")), "{notes:?}");
     }
 }
+
+/// A job that does nothing with an option refuses it.
+#[tokio::test]
+async fn options_of_plug_ins_that_a_job_does_not_pass_on_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let source = fixture("pytorch/fsdp2_adam_2r");
+    let two = [open(&source).await, open(&source).await];
+    let merge = || dcp_checkpoint::merge(&two, at("merged")).to(Format::Dcp);
+    let mapping = dcp_mapping::MappingOptions::new().untie(true);
+    let repaired = dcp_megatron::framework::OptimizerOptions::new().repair(true);
+    let errors = [
+        merge().with(dcp_olmo::OptimizerLayout::Flat).run().await.unwrap_err(),
+        merge().with(mapping.clone()).run().await.unwrap_err(),
+        merge().with(repaired).run().await.unwrap_err(),
+        two[0].reshard(at("reshard")).ranks(2).with(mapping.clone()).run().await.unwrap_err(),
+    ];
+    for error in errors {
+        assert_eq!(error.kind(), ErrorKind::InvalidOption, "{error}");
+    }
+    // A program without the mapping says so, and does not keep the names in silence.
+    let plain = dcp_checkpoint::Opener::new(storages()).open(&source).await.unwrap();
+    let error = plain.convert(at("hf")).to(Format::HuggingFace).with(mapping).run().await;
+    assert!(error.unwrap_err().to_string().contains("is no plug-in of this program"));
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}

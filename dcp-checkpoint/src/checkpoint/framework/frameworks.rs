@@ -75,6 +75,12 @@ impl Frameworks {
         self.mapping.as_deref()
     }
 
+    /// Whether a framework or the mapping has this name.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        let mapping = self.mapping.as_ref().is_some_and(|mapping| mapping.name() == name);
+        mapping || self.frameworks.iter().any(|framework| framework.name() == name)
+    }
+
     /// The framework of a checkpoint that `format` opened, and the checkpoint.
     pub(crate) fn checkpoint(
         &self,

@@ -17,6 +17,9 @@ use crate::notes::Notes;
 /// A mapping between the names and shapes that tensors have in two programs.
 #[async_trait]
 pub trait NameMapping: fmt::Debug + Send + Sync {
+    /// Its name, as [`FrameworkOptions::taken_by`](super::FrameworkOptions::taken_by) has it.
+    fn name(&self) -> &'static str;
+
     /// Whether tensors of `checkpoint` get other names on the way to a format.
     ///
     /// # Errors

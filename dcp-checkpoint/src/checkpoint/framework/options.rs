@@ -18,6 +18,10 @@ pub enum Concern {
 
 /// Options of a framework or of a mapping of names, which a job passes on to it.
 pub trait FrameworkOptions: Any + fmt::Debug + Send + Sync {
+    /// The name of the framework or of the mapping that takes the options. A job refuses options that no plug-in
+    /// of its opener takes.
+    fn taken_by(&self) -> &'static str;
+
     /// The part of a job that the options are about.
     fn concern(&self) -> Concern;
 
@@ -37,6 +41,9 @@ pub trait FrameworkOptions: Any + fmt::Debug + Send + Sync {
 /// struct Shards(u32);
 ///
 /// impl FrameworkOptions for Shards {
+///     fn taken_by(&self) -> &'static str {
+///         "toy"
+///     }
 ///     fn concern(&self) -> Concern {
 ///         Concern::Target("toy")
 ///     }

@@ -147,6 +147,10 @@ impl FrameworkCheckpoint for ToyCheckpoint {
 }
 
 impl FrameworkOptions for ToyRanks {
+    fn taken_by(&self) -> &'static str {
+        "toy"
+    }
+
     fn concern(&self) -> Concern {
         Concern::Target(TARGET)
     }

@@ -59,11 +59,13 @@ async fn a_framework_describes_verifies_and_writes_its_checkpoints() {
     assert!(error.to_string().starts_with("`Destination::ranks` is for dcp"), "{error}");
 
     // A program without the framework opens the format, and does not know the target.
-    let target = Destination::new(at("unknown")).to(TOY_RANKS);
     let plain = opener().frameworks(Frameworks::none()).open(&at("four")).await.unwrap();
     assert_eq!(plain.framework(), None);
-    let error = plain.convert(target).run().await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::InvalidOption, "{error}");
+    let unknown = || Destination::new(at("unknown")).to(TOY_RANKS);
+    let error = plain.convert(unknown()).run().await.unwrap_err();
+    assert!(error.to_string().contains("is not one of the opener's formats"), "{error}");
+    let error = plain.convert(unknown().with(ToyRanks(2))).run().await.unwrap_err();
+    assert!(error.to_string().contains("is no plug-in of this program"), "{error}");
 }
 
 #[tokio::test]

@@ -133,7 +133,7 @@ impl CommandLine {
 }
 
 /// The arguments and their help.
-fn program(plugins: &Plugins) -> clap::Command {
+pub(crate) fn program(plugins: &Plugins) -> clap::Command {
     with_targets(Cli::command(), &plugins.targets())
 }
 

@@ -18,7 +18,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use clap::Parser;
+use clap::FromArgMatches;
 use dcp::core::registry::{Access, OpenRequest};
 use dcp::core::{Storage, StorageErrorKind};
 use dcp_conformance::{Effect, Fault, FaultStorage};
@@ -81,11 +81,13 @@ impl Ran {
 /// Runs a command, on a target that is broken in this way.
 fn dcp<A: AsRef<str>>(args: &[A], how: Option<Break>) -> Ran {
     let args = ["dcp"].into_iter().chain(args.iter().map(AsRef::as_ref));
-    let cli = Cli::try_parse_from(args).unwrap();
+    let plugins = Plugins::default();
+    let cli = crate::command_line::program(&plugins).try_get_matches_from(args);
+    let cli = Cli::from_arg_matches(&cli.unwrap()).unwrap();
     BREAK.set(how);
     OPENED.take();
     HEARD.set(Some(String::new()));
-    let outcome = crate::command_line::run(cli, "in a test", &Plugins::default());
+    let outcome = crate::command_line::run(cli, "in a test", &plugins);
     BREAK.set(None);
     let mut said = HEARD.take().unwrap_or_default();
     if let Err(failure) = &outcome {

@@ -4,7 +4,8 @@ use std::fmt;
 
 use bytes::Bytes;
 
-use crate::error::{CollectiveError, Rank};
+use crate::error::CollectiveError;
+use crate::rank::Rank;
 
 /// A group of ranks that exchange byte messages.
 ///

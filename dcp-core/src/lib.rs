@@ -51,6 +51,7 @@ mod payload;
 pub mod plan;
 mod plan_check;
 pub mod planner;
+mod rank;
 pub mod region;
 pub mod registry;
 pub mod save_run;
@@ -69,12 +70,14 @@ pub use collective::Collective;
 pub use dims::Dims;
 pub use dtype::DType;
 pub use error::{
-    CheckpointError, CollectiveError, FormatError, PlanError, Rank, StorageError, StorageErrorKind,
+    CheckpointError, CollectiveError, FormatError, PlanError, StorageError, StorageErrorKind,
+    TensorError,
 };
 pub use key::Key;
 pub use memory::{Buffer, HostMemory};
 pub use metadata::CheckpointMetadata;
 pub use payload::Payload;
+pub use rank::Rank;
 pub use region::Region;
 pub use storage::Storage;
 pub use tensor::{Shard, Tensor};

@@ -12,10 +12,11 @@ use std::sync::Arc;
 
 use crate::dims::Dims;
 use crate::dtype::DType;
-use crate::error::{PlanError, Rank};
+use crate::error::PlanError;
 use crate::key::Key;
 use crate::metadata::{CheckpointMetadata, Encoding, Placement};
 use crate::path::StatePath;
+use crate::rank::Rank;
 use crate::region::Region;
 
 /// The rank and group that a plan is for.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::device::DeviceMemory;
 use crate::dims::Dims;
 use crate::dtype::DType;
-use crate::error::PlanError;
+use crate::error::TensorError;
 use crate::memory::{Elements, HostMemory, NumericElement, TensorElement, element};
 use crate::region::Region;
 use crate::tensor_view::{TensorView, full};
@@ -49,7 +49,7 @@ impl Tensor {
         dtype: DType,
         shape: impl Into<Dims>,
         memory: impl Into<HostMemory>,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self, TensorError> {
         let shape = shape.into();
         let region = full(&shape)?;
         let shard = Shard::new(dtype, region, memory)?;
@@ -64,7 +64,7 @@ impl Tensor {
     /// let tensor = Tensor::from_slice(&[1.0_f32, 2.0, 3.0, 4.0], [2, 2])?;
     /// assert_eq!(tensor.dtype(), dcp_core::DType::Float32);
     /// assert_eq!(tensor.elements::<f32>()?[2], 3.0);
-    /// # Ok::<(), dcp_core::PlanError>(())
+    /// # Ok::<(), dcp_core::TensorError>(())
     /// ```
     ///
     /// # Errors
@@ -73,7 +73,7 @@ impl Tensor {
     pub fn from_slice<T: TensorElement>(
         elements: &[T],
         shape: impl Into<Dims>,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self, TensorError> {
         Self::replicated(T::DTYPE, shape, element::to_bytes(elements))
     }
 
@@ -85,7 +85,7 @@ impl Tensor {
     pub fn from_vec<T: NumericElement>(
         elements: Vec<T>,
         shape: impl Into<Dims>,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self, TensorError> {
         if cfg!(target_endian = "little") {
             Self::replicated(T::DTYPE, shape, HostMemory::from_elements(elements))
         } else {
@@ -98,7 +98,7 @@ impl Tensor {
     /// # Errors
     ///
     /// When the number of elements exceeds `u64`.
-    pub fn from_view(view: TensorView) -> Result<Self, PlanError> {
+    pub fn from_view(view: TensorView) -> Result<Self, TensorError> {
         let (dtype, shape) = (view.dtype(), view.shape().clone());
         let shard = Shard::with_view(full(&shape)?, view)?;
         Ok(Self { dtype, shape, sharded: false, shards: vec![shard] })
@@ -113,7 +113,7 @@ impl Tensor {
         dtype: DType,
         shape: impl Into<Dims>,
         memory: Arc<dyn DeviceMemory>,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self, TensorError> {
         let shape = shape.into();
         let shard = Shard::on_device(dtype, full(&shape)?, memory)?;
         Ok(Self { dtype, shape, sharded: false, shards: vec![shard] })
@@ -128,16 +128,16 @@ impl Tensor {
         dtype: DType,
         shape: impl Into<Dims>,
         shards: Vec<Shard>,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self, TensorError> {
         let shape = shape.into();
         let whole = full(&shape)?;
         for shard in &shards {
             if !whole.contains(&shard.region) {
                 let problem = format!("shard {} is outside shape {shape}", shard.region);
-                return Err(PlanError::InvalidTensor { fqn: None, problem });
+                return Err(TensorError::Invalid { fqn: None, problem });
             }
             if shard.dtype != dtype {
-                return Err(PlanError::InvalidTensor {
+                return Err(TensorError::Invalid {
                     fqn: None,
                     problem: format!("a {} shard in a {dtype} tensor", shard.dtype),
                 });
@@ -151,8 +151,8 @@ impl Tensor {
     /// # Errors
     ///
     /// When the size exceeds the address space, or memory is exhausted
-    /// ([`PlanError::OutOfMemory`]).
-    pub fn zeros(dtype: DType, shape: impl Into<Dims>) -> Result<Self, PlanError> {
+    /// ([`TensorError::OutOfMemory`]).
+    pub fn zeros(dtype: DType, shape: impl Into<Dims>) -> Result<Self, TensorError> {
         let shape = shape.into();
         let bytes = byte_len(dtype, &shape)?;
         let memory = zeroed(dtype, &shape, bytes)?;
@@ -168,7 +168,7 @@ impl Tensor {
         dtype: DType,
         shape: impl Into<Dims>,
         regions: impl IntoIterator<Item = Region>,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self, TensorError> {
         let shards = regions
             .into_iter()
             .map(|region| {
@@ -176,7 +176,7 @@ impl Tensor {
                 let memory = zeroed(dtype, region.sizes(), bytes)?;
                 Shard::new(dtype, region, memory)
             })
-            .collect::<Result<_, PlanError>>()?;
+            .collect::<Result<_, TensorError>>()?;
         Self::sharded(dtype, shape, shards)
     }
 
@@ -223,8 +223,8 @@ impl Tensor {
     /// When the tensor has another dtype, is in several shards or in none, is on a device, or its
     /// memory is lent for writing.
     #[doc(alias = "as_slice")]
-    pub fn elements<T: TensorElement>(&self) -> Result<Elements<T>, PlanError> {
-        let refuse = |problem: String| PlanError::InvalidTensor { fqn: None, problem };
+    pub fn elements<T: TensorElement>(&self) -> Result<Elements<T>, TensorError> {
+        let refuse = |problem: String| TensorError::Invalid { fqn: None, problem };
         check_element::<T>(self.dtype)?;
         let [shard] = &*self.shards else {
             let problem = format!("{} shards are not one tensor of elements", self.shards.len());
@@ -242,7 +242,7 @@ impl Tensor {
     /// # Errors
     ///
     /// As [`elements`](Self::elements).
-    pub fn to_vec_of<T: TensorElement>(&self) -> Result<Vec<T>, PlanError> {
+    pub fn to_vec_of<T: TensorElement>(&self) -> Result<Vec<T>, TensorError> {
         Ok(self.elements::<T>()?.to_vec())
     }
 
@@ -271,14 +271,14 @@ impl Shard {
         dtype: DType,
         region: Region,
         memory: impl Into<HostMemory>,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self, TensorError> {
         let memory = memory.into();
         let expected = byte_len(dtype, region.sizes())?;
         if memory.len() != expected {
             let found = memory.len();
             let problem =
                 format!("{dtype} {region} needs {expected} bytes, its memory has {found}");
-            return Err(PlanError::InvalidTensor { fqn: None, problem });
+            return Err(TensorError::Invalid { fqn: None, problem });
         }
         let view = TensorView::contiguous(memory, dtype, region.sizes().clone(), 0)?;
         Ok(Self { region, dtype, data: ShardData::Host(view) })
@@ -295,7 +295,7 @@ impl Shard {
     /// let shard = Shard::from_vec(vec![0.5_f32; 6], rows)?;
     /// let tensor = Tensor::sharded(DType::Float32, [4, 3], vec![shard])?;
     /// assert_eq!(tensor.shards()[0].to_vec_of::<f32>()?, [0.5; 6]);
-    /// # Ok::<(), dcp_core::PlanError>(())
+    /// # Ok::<(), dcp_core::TensorError>(())
     /// ```
     ///
     /// # Errors
@@ -304,10 +304,10 @@ impl Shard {
     pub fn from_vec<T: NumericElement>(
         elements: Vec<T>,
         region: Region,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self, TensorError> {
         let whole = Tensor::from_vec(elements, region.sizes().clone())?;
         let view = whole.shards.first().and_then(Shard::view).cloned();
-        let view = view.ok_or_else(|| PlanError::InvalidTensor {
+        let view = view.ok_or_else(|| TensorError::Invalid {
             fqn: None,
             problem: "its elements are in no memory of the host".to_owned(),
         })?;
@@ -320,8 +320,8 @@ impl Shard {
     /// # Errors
     ///
     /// When it has another dtype, is on a device, or its memory is lent for writing.
-    pub fn elements<T: TensorElement>(&self) -> Result<Elements<T>, PlanError> {
-        let refuse = |problem: String| PlanError::InvalidTensor { fqn: None, problem };
+    pub fn elements<T: TensorElement>(&self) -> Result<Elements<T>, TensorError> {
+        let refuse = |problem: String| TensorError::Invalid { fqn: None, problem };
         check_element::<T>(self.dtype)?;
         let view = match &self.data {
             ShardData::Host(view) => view,
@@ -338,7 +338,7 @@ impl Shard {
     /// # Errors
     ///
     /// As [`elements`](Self::elements).
-    pub fn to_vec_of<T: TensorElement>(&self) -> Result<Vec<T>, PlanError> {
+    pub fn to_vec_of<T: TensorElement>(&self) -> Result<Vec<T>, TensorError> {
         Ok(self.elements::<T>()?.to_vec())
     }
 
@@ -352,7 +352,7 @@ impl Shard {
         dtype: DType,
         region: Region,
         memory: Arc<dyn DeviceMemory>,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self, TensorError> {
         let expected = region.volume().checked_mul(dtype.size() as u64);
         let found = memory.byte_len();
         if expected != Some(found) {
@@ -362,7 +362,7 @@ impl Shard {
                     .map_or_else(|| "more than 2^64".to_owned(), |expected| expected.to_string()),
                 memory.device()
             );
-            return Err(PlanError::InvalidTensor { fqn: None, problem });
+            return Err(TensorError::Invalid { fqn: None, problem });
         }
         Ok(Self { region, dtype, data: ShardData::Device(memory) })
     }
@@ -373,9 +373,9 @@ impl Shard {
     /// # Errors
     ///
     /// When the view's shape differs from the region's.
-    pub fn with_view(region: Region, view: TensorView) -> Result<Self, PlanError> {
+    pub fn with_view(region: Region, view: TensorView) -> Result<Self, TensorError> {
         if region.sizes() != view.shape() {
-            return Err(PlanError::InvalidTensor {
+            return Err(TensorError::Invalid {
                 fqn: None,
                 problem: format!("region {region} over a view of shape {}", view.shape()),
             });
@@ -392,14 +392,14 @@ impl Shard {
     /// // Rows 2 and 3 of the columns that begin at 8.
     /// let inner = Shard::new(DType::UInt8, Region::new([2, 0], [2, 4])?, vec![0; 8])?;
     /// assert_eq!(inner.translate(&[0, 8])?.region().to_string(), "[2:4, 8:12]");
-    /// # Ok::<(), dcp_core::PlanError>(())
+    /// # Ok::<(), dcp_core::TensorError>(())
     /// ```
     ///
     /// # Errors
     ///
     /// When the number of axes differs or an end exceeds `u64`.
     #[doc(alias = "flatten_sharded_tensors")]
-    pub fn translate(&self, by: &[u64]) -> Result<Self, PlanError> {
+    pub fn translate(&self, by: &[u64]) -> Result<Self, TensorError> {
         Ok(Self { region: self.region.translate(by)?, ..self.clone() })
     }
 
@@ -438,13 +438,14 @@ impl Shard {
     ///
     /// # Errors
     ///
-    /// [`PlanError::OnDevice`] if it is on a device.
-    pub fn host_view(&self, fqn: &str) -> Result<&TensorView, PlanError> {
+    /// [`TensorError::OnDevice`] if it is on a device.
+    pub fn host_view(&self, fqn: &str) -> Result<&TensorView, TensorError> {
         match &self.data {
             ShardData::Host(view) => Ok(view),
-            ShardData::Device(memory) => {
-                Err(PlanError::OnDevice { fqn: fqn.to_owned(), device: memory.device().to_owned() })
-            }
+            ShardData::Device(memory) => Err(TensorError::OnDevice {
+                fqn: fqn.to_owned(),
+                device: memory.device().to_owned(),
+            }),
         }
     }
 }
@@ -462,30 +463,30 @@ impl ShardData {
     }
 }
 
-fn check_element<T: TensorElement>(dtype: DType) -> Result<(), PlanError> {
+fn check_element<T: TensorElement>(dtype: DType) -> Result<(), TensorError> {
     match dtype == T::DTYPE {
         true => Ok(()),
-        false => Err(PlanError::InvalidTensor {
+        false => Err(TensorError::Invalid {
             fqn: None,
             problem: format!("a {dtype} tensor has no elements of {}", T::DTYPE),
         }),
     }
 }
 
-fn zeroed(dtype: DType, sizes: &Dims, bytes: usize) -> Result<HostMemory, PlanError> {
-    HostMemory::try_zeroed(bytes).ok_or_else(|| PlanError::OutOfMemory {
+fn zeroed(dtype: DType, sizes: &Dims, bytes: usize) -> Result<HostMemory, TensorError> {
+    HostMemory::try_zeroed(bytes).ok_or_else(|| TensorError::OutOfMemory {
         what: format!("a tensor of {dtype} and shape {sizes}"),
         byte_len: bytes as u64,
     })
 }
 
-fn byte_len(dtype: DType, sizes: &Dims) -> Result<usize, PlanError> {
+fn byte_len(dtype: DType, sizes: &Dims) -> Result<usize, TensorError> {
     sizes
         .checked_volume()
         .and_then(|volume| volume.checked_mul(dtype.size() as u64))
         .and_then(|bytes| usize::try_from(bytes).ok())
         .filter(|bytes| isize::try_from(*bytes).is_ok())
-        .ok_or_else(|| PlanError::InvalidTensor {
+        .ok_or_else(|| TensorError::Invalid {
             fqn: None,
             problem: format!("{dtype} of shape {sizes} does not fit in memory"),
         })
@@ -543,7 +544,7 @@ mod tests {
         let whole = Tensor::zeros(DType::UInt8, [1 << 60]).unwrap_err();
         let shards = Tensor::zeros_sharded(DType::UInt8, [1 << 60], [region]).unwrap_err();
         for error in [whole, shards] {
-            assert!(matches!(error, PlanError::OutOfMemory { .. }), "{error}");
+            assert!(matches!(error, TensorError::OutOfMemory { .. }), "{error}");
             assert!(error.to_string().contains("1152921504606846976"), "{error}");
         }
         assert_eq!(Tensor::zeros(DType::UInt8, [0]).unwrap().to_vec().unwrap(), [0; 0]);

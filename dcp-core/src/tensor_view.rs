@@ -2,7 +2,7 @@
 
 use crate::dims::Dims;
 use crate::dtype::DType;
-use crate::error::PlanError;
+use crate::error::TensorError;
 use crate::memory::{Buffer, HostMemory, LoanError};
 use crate::payload::Payload;
 use crate::region::Region;
@@ -29,7 +29,7 @@ impl TensorView {
         dtype: DType,
         shape: impl Into<Dims>,
         byte_offset: usize,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self, TensorError> {
         let shape = shape.into();
         let strides =
             shape.contiguous_strides().into_iter().map(|s| u64::try_from(s).unwrap_or(0)).collect();
@@ -47,10 +47,10 @@ impl TensorView {
         shape: impl Into<Dims>,
         strides: Vec<u64>,
         byte_offset: usize,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self, TensorError> {
         let shape = shape.into();
         if strides.len() != shape.ndim() {
-            return Err(PlanError::InvalidTensor {
+            return Err(TensorError::Invalid {
                 fqn: None,
                 problem: format!("{} strides for a view of shape {shape}", strides.len()),
             });
@@ -59,7 +59,7 @@ impl TensorView {
         if end.is_none_or(|end| end > memory.len() as u64) {
             let (end, len) = (end.unwrap_or(u64::MAX), memory.len());
             let problem = format!("a view of shape {shape} ends at byte {end} of {len}");
-            return Err(PlanError::InvalidTensor { fqn: None, problem });
+            return Err(TensorError::Invalid { fqn: None, problem });
         }
         Ok(Self { memory, dtype, shape, strides, byte_offset })
     }
@@ -93,11 +93,11 @@ impl TensorView {
     /// # Errors
     ///
     /// When the region is outside the view.
-    pub fn narrow(&self, region: &Region) -> Result<Self, PlanError> {
+    pub fn narrow(&self, region: &Region) -> Result<Self, TensorError> {
         let whole = full(&self.shape)?;
         if !whole.contains(region) {
             let problem = format!("region {region} is outside shape {}", self.shape);
-            return Err(PlanError::InvalidTensor { fqn: None, problem });
+            return Err(TensorError::Invalid { fqn: None, problem });
         }
         let byte_offset = if region.is_empty() {
             self.byte_offset
@@ -122,8 +122,8 @@ impl TensorView {
     ///
     /// When an axis is named twice or does not exist, or an axis with a size other than 1 is not
     /// named.
-    pub fn with_axes(&self, axes: &[Option<usize>]) -> Result<Self, PlanError> {
-        let refuse = |problem: String| PlanError::InvalidTensor { fqn: None, problem };
+    pub fn with_axes(&self, axes: &[Option<usize>]) -> Result<Self, TensorError> {
+        let refuse = |problem: String| TensorError::Invalid { fqn: None, problem };
         let mut named = vec![false; self.shape.ndim()];
         let (mut shape, mut strides) = (Vec::new(), Vec::new());
         for axis in axes {
@@ -154,11 +154,11 @@ impl TensorView {
     /// # Errors
     ///
     /// When the view is not contiguous, or the shape has another number of elements.
-    pub fn reshape(&self, shape: impl Into<Dims>) -> Result<Self, PlanError> {
+    pub fn reshape(&self, shape: impl Into<Dims>) -> Result<Self, TensorError> {
         let shape = shape.into();
         let elements = |shape: &Dims| shape.checked_volume();
         if !self.is_contiguous() || elements(&shape) != elements(&self.shape) {
-            return Err(PlanError::InvalidTensor {
+            return Err(TensorError::Invalid {
                 fqn: None,
                 problem: format!("a view of shape {} cannot be seen as {shape}", self.shape),
             });
@@ -297,7 +297,7 @@ fn view_end(dtype: DType, shape: &Dims, strides: &[u64], byte_offset: usize) -> 
 }
 
 /// The region of a whole tensor.
-pub(crate) fn full(shape: &Dims) -> Result<Region, PlanError> {
+pub(crate) fn full(shape: &Dims) -> Result<Region, TensorError> {
     Ok(Region::full(shape.clone())?)
 }
 

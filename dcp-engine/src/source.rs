@@ -109,7 +109,7 @@ fn find(tensor: &Tensor, region: &Region, piece_bytes: u64) -> Option<Result<Ele
     let shard = exact.or_else(|| tensor.shards().iter().find(|s| s.region().contains(region)))?;
     let inner = region.relative_to(shard.region().offsets())?;
     Some(match shard.data() {
-        ShardData::Host(view) => view.narrow(&inner).map(Elements::Host),
+        ShardData::Host(view) => view.narrow(&inner).map(Elements::Host).map_err(PlanError::from),
         ShardData::Device(memory) => Ok(Elements::Device(DeviceElements::new(
             Arc::clone(memory),
             shard.dtype(),

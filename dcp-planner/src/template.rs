@@ -6,7 +6,7 @@ use dcp_core::dims::checked_volume;
 use dcp_core::metadata::{Entry, Layout, TensorEntry};
 use dcp_core::path::{PathItem, StatePath};
 use dcp_core::plan::{LeafKind, StateIndex, StateLeaf};
-use dcp_core::{CheckpointMetadata, PlanError, Rank, StateDict, Tensor, Value};
+use dcp_core::{CheckpointMetadata, PlanError, Rank, StateDict, Tensor, TensorError, Value};
 
 use crate::filter::KeyFilter;
 use crate::flatten::tensor_kind;
@@ -106,7 +106,7 @@ impl Template {
         metadata: &CheckpointMetadata,
         filter: &KeyFilter,
         mut computed_bytes: u64,
-        mut zeros: impl FnMut(&TensorEntry) -> Result<Tensor, PlanError>,
+        mut zeros: impl FnMut(&TensorEntry) -> Result<Tensor, TensorError>,
     ) -> Result<Self, PlanError> {
         let mut leaves = Vec::new();
         for (fqn, entry) in metadata.iter().filter(|(fqn, entry)| filter.selects(fqn, entry.path()))

@@ -56,8 +56,9 @@ pub(crate) fn verify(args: &Verify, session: &Session) -> Result<(), Failure> {
     if !session.is_coordinator() {
         return Ok(());
     }
-    for problem in &mut report.problems {
-        problem.message = of_command(&problem.message).into_owned();
+    let messages = report.problems.iter_mut().map(|problem| &mut problem.message);
+    for message in messages.chain(&mut report.notes) {
+        *message = of_command(message).into_owned();
     }
     if args.json {
         out.json(&report)?;

@@ -182,7 +182,7 @@ fn objects_of_ranks_without_collectives_are_told_apart() {
     for command in
         [&["convert", source, &target, "--to=dcp"][..], &["reshard", source, &target, "-n1"]]
     {
-        dcp(command).fails(2, &["differ in per_rank", "--rank N"]);
+        dcp(command).fails(2, &["differ in per_rank", "--rank takes"]);
         assert!(!folder.path().join("x").exists());
     }
     dcp(["inspect", source, "--rank=7"]).fails(2, &["rank 7 has nothing", "ranks that have: 0, 1"]);
@@ -197,7 +197,7 @@ fn tensors_of_ranks_without_collectives_are_told_apart() {
     let at = |name: &str| fixtures.join(name).to_str().unwrap().to_owned();
     let differ = at("differ");
     let target = path(&folder, "x.pt");
-    dcp(["convert", &differ, &target]).fails(2, &["cursor", "buffer", "state", "--rank N"]);
+    dcp(["convert", &differ, &target]).fails(2, &["cursor", "buffer", "state", "--rank takes"]);
     let noted = dcp(["verify", &differ, "--deep"]);
     for (rank, first) in [("0", 0.0), ("1", 1.0)] {
         let target = path(&folder, &format!("{rank}.pt"));

@@ -78,7 +78,7 @@ fn the_common_state_is_shown_on_request() {
     assert!(common.contains("opt_param_scheduler.max_lr"), "{common}");
     assert!(common.contains("656 arguments; --args lists them"), "{common}");
     dcp(["inspect", "fsdp2_adam_2r", "--args"])
-        .fails(2, &["--args is for checkpoints of Megatron"]);
+        .fails(2, &["`dcp inspect --args` is for checkpoints of Megatron"]);
 }
 
 #[test]

@@ -39,7 +39,7 @@ fn a_configuration_beside_it_tells_what_arguments_do() {
     let at = |name: &str| path(&folder, name);
     let bridge = without_arguments(&folder, "bridge");
     dcp(["convert", &bridge, &at("hf"), "--to", "hf"])
-        .fails(2, &["needs num_attention_heads", "--config DIR reads the rest"]);
+        .fails(2, &["needs num_attention_heads", "--config reads the rest"]);
     let config = format!("_target_: a.ConfigContainer\nmodel:\n    {RUN_CONFIG}");
     fs::write(at("bridge/run_config.yaml"), config).unwrap();
     let run = dcp(["convert", &bridge, &at("hf"), "--to", "hf"]);

@@ -318,11 +318,11 @@ fn a_checkpoint_that_is_not_whole_is_bad() {
     let folder = tempfile::tempdir().unwrap();
     let (source, out) = (megatron(MODEL), path(&folder, "hf"));
     let hf = |more: &[&str]| dcp(["-q", "convert", &source, &out, "--to", "hf"].iter().chain(more));
-    hf(&["--arch", "qwen3"]).fails(1, &["rule \"", "`dcp arch qwen3`, line", "not whole"]);
+    hf(&["--arch", "qwen3"]).fails(1, &["rule \"", "the mapping \"qwen3\", line", "not whole"]);
     hf(&["--arch", "/dev/zero"]).fails(3, &["cannot read the mapping", "device"]);
     let like = path(&folder, "like");
     fs::create_dir_all(folder.path().join("like/config.json")).unwrap();
-    hf(&["--config", &like]).fails(2, &["there is no config.json", "--config DIR"]);
+    hf(&["--config", &like]).fails(2, &["there is no config.json", "pass --config"]);
 }
 
 #[test]
@@ -357,7 +357,7 @@ fn a_mapping_of_ones_own_is_taken_or_refused_by_line() {
         dcp(["-q", "convert", &megatron(MODEL), &path(&folder, "hf"), "--to", "hf", "--arch", arch])
     };
     // The arguments are few, and they do not define the model.
-    convert(&toml).fails(2, &["config.json needs", "rope_theta", "hint: pass --config DIR"]);
+    convert(&toml).fails(2, &["config.json needs", "rope_theta", "hint: pass --config"]);
     let model = format!("{}/model.safetensors", path(&folder, "file"));
     fs::create_dir(folder.path().join("file")).unwrap();
     dcp(["-q", "convert", &megatron(MODEL), &model, "--arch", &toml]).ok();
@@ -369,7 +369,7 @@ fn a_mapping_of_ones_own_is_taken_or_refused_by_line() {
         .map(|(at, text)| if at + 1 == line { "op = \"explode\"" } else { text })
         .collect();
     fs::write(&toml, bad.join("\n")).unwrap();
-    convert(&toml).fails(2, &["my.toml:", "explode", "hint: `dcp arch llama`"]);
+    convert(&toml).fails(2, &["my.toml:", "explode", "hint: `dcp arch FAMILY"]);
     fs::write(&toml, "[family\n").unwrap();
     convert(&toml).fails(2, &["my.toml:1"]);
     convert(&path(&folder, "none.toml")).fails(3, &["cannot read the mapping"]);
@@ -387,7 +387,7 @@ fn what_is_of_no_family_is_said_so() {
         &["of no family", "llama: there is no", "--arch none", "families: llama, mistral"],
     );
     dcp(["convert", "fsdp2_adam_2r", &out, "--to", "torch-dist", "--arch", "llama"])
-        .fails(2, &["there is no config.json", "--config DIR"]);
+        .fails(2, &["there is no config.json", "pass --config"]);
     dcp(["convert", "zstd_2r", &out, "--to", "dcp", "--untie"])
         .fails(2, &["--untie is for a mapping"]);
     assert!(!folder.path().join("hf").exists());

@@ -4,10 +4,11 @@ use std::fmt;
 
 use super::kind::{kind_of_group, kind_of_plan};
 use super::{
-    CollectiveError, FailureKind, FormatError, PlanError, Rank, StorageError, error_chain,
+    CollectiveError, FailureKind, FormatError, PlanError, StorageError, TensorError, error_chain,
 };
 use crate::device::DeviceError;
 use crate::memory::LoanError;
+use crate::rank::Rank;
 use crate::region::RegionError;
 use crate::text::{Message, Quoted};
 
@@ -209,6 +210,12 @@ impl CheckpointError {
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         self.kind().is_retryable()
+    }
+}
+
+impl From<TensorError> for CheckpointError {
+    fn from(error: TensorError) -> Self {
+        Self::Plan(error.into())
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use super::{CheckpointError, CollectiveError, FormatError, PlanError, StorageError};
+use super::{CheckpointError, CollectiveError, FormatError, PlanError, StorageError, TensorError};
 use crate::error::StorageErrorKind;
 
 /// The kind of a failure, for a program to act on.
@@ -130,6 +130,9 @@ fn kind_of_one(error: &(dyn Error + 'static)) -> Option<FailureKind> {
     if let Some(error) = error.downcast_ref::<PlanError>() {
         return Some(kind_of_plan(error));
     }
+    if let Some(error) = error.downcast_ref::<TensorError>() {
+        return Some(kind_of_tensor(error));
+    }
     error.is::<FormatError>().then_some(FailureKind::Damaged)
 }
 
@@ -137,9 +140,17 @@ pub(super) fn kind_of_group(error: &CollectiveError) -> FailureKind {
     if error.is_retryable() { FailureKind::RankLost } else { FailureKind::Protocol }
 }
 
+fn kind_of_tensor(error: &TensorError) -> FailureKind {
+    match error {
+        TensorError::OutOfMemory { .. } => FailureKind::OutOfMemory,
+        _ => FailureKind::InvalidPlan,
+    }
+}
+
 pub(super) fn kind_of_plan(error: &PlanError) -> FailureKind {
     match error {
         PlanError::OutOfMemory { .. } => FailureKind::OutOfMemory,
+        PlanError::Tensor(error) => kind_of_tensor(error),
         PlanError::Message { .. } | PlanError::OutOfStep { .. } => FailureKind::Protocol,
         PlanError::Missing { .. } => FailureKind::Mismatch,
         PlanError::InvalidIndex { .. } => FailureKind::Damaged,

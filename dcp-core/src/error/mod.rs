@@ -6,6 +6,8 @@ mod format;
 mod kind;
 mod plan;
 mod storage;
+mod tensor;
+mod text;
 
 pub use checkpoint::{CheckpointError, Phase, RankFailure, Standing};
 pub use collective::CollectiveError;
@@ -13,11 +15,9 @@ pub use format::FormatError;
 pub use kind::FailureKind;
 pub use plan::PlanError;
 pub use storage::{StorageError, StorageErrorKind, StorageOp};
+pub use tensor::TensorError;
 
 type Source = Box<dyn std::error::Error + Send + Sync>;
-
-/// A rank of a group, as the group counts.
-pub type Rank = u32;
 
 /// An error and its causes in one line, as it is sent to other ranks and printed.
 #[must_use]

@@ -1,14 +1,12 @@
 //! Errors of planners: a state that cannot be saved or loaded, or a plan that is invalid.
 
 mod subject;
-mod text;
 
 use std::ops::Range;
 
-use self::text::{container, entry_and_chunk, list, main_replicas, named, quoted};
-
-use super::Rank;
-use crate::region::RegionError;
+use super::TensorError;
+use super::text::{container, entry_and_chunk, list, main_replicas, quoted};
+use crate::rank::Rank;
 use crate::text::{Message, Quoted};
 
 /// A plan cannot be made, or makes no sense.
@@ -145,22 +143,6 @@ pub enum PlanError {
         /// Bytes there are.
         found: u64,
     },
-    /// Elements are needed in host memory and are on a device.
-    #[error("{fqn} is in the memory of {device} and needed in host memory; copy it there first", fqn = Quoted(.fqn), device = Message(.device))]
-    OnDevice {
-        /// The tensor.
-        fqn: String,
-        /// The device.
-        device: String,
-    },
-    /// Dtype, shape, region and memory of a tensor do not fit together.
-    #[error("invalid tensor{}: {problem}", named(.fqn), problem = Message(.problem))]
-    InvalidTensor {
-        /// The tensor, where it has a name; [`PlanError::with_fqn`] adds it.
-        fqn: Option<String>,
-        /// The contradiction among dtype, shape, region and memory.
-        problem: String,
-    },
     /// Mesh, coordinate, placements and shape do not fit together.
     #[error("invalid placement: {problem}", problem = Message(.problem))]
     InvalidPlacement {
@@ -180,14 +162,6 @@ pub enum PlanError {
         fqn: String,
         /// The contradiction.
         problem: String,
-    },
-    /// The lists of a region contradict each other, or it ends beyond 64 bits.
-    #[error("invalid region{}: {error}", named(.fqn))]
-    InvalidRegion {
-        /// The tensor, where it has a name; [`PlanError::with_fqn`] adds it.
-        fqn: Option<String>,
-        /// The contradiction, or the end that exceeds 64 bits.
-        error: Box<RegionError>,
     },
     /// A plan, a message or an index has more of something than its tables can count.
     #[error("{what} exceeds the limit of {limit}", what = Message(.what))]
@@ -494,6 +468,9 @@ pub enum PlanError {
         /// The number of bytes returned.
         returned: u64,
     },
+    /// A tensor cannot be made, or its elements cannot be had.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
     /// Several problems at once.
     #[error("{}", list(.0))]
     Many(Vec<PlanError>),

@@ -8,8 +8,9 @@ use bytes::Bytes;
 use super::plan_outline::{self, Outline};
 use super::{MessageReader, MessageWriter, PlanSummary, bad, plan_keys, plan_values};
 use crate::digest::fnv1a_128;
-use crate::error::{PlanError, Rank};
+use crate::error::PlanError;
 use crate::plan::{PlanKey, SavePlan};
+use crate::rank::Rank;
 
 const SAVE_PLAN: &[u8; 4] = b"dsp3";
 /// A plan without its outline.

@@ -9,8 +9,9 @@ use super::plan::{PlanReceiver, of_rank};
 use super::plan_outline::Outline;
 use super::rank_set::RankSet;
 use super::{MessageReader, MessageWriter, PlanParts, bad};
-use crate::error::{PlanError, Rank};
+use crate::error::PlanError;
 use crate::plan::SavePlan;
+use crate::rank::Rank;
 
 /// The hashes that identify a plan among those of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,7 +1,8 @@
 //! Sets of ranks as messages: every eighth rank takes five bytes.
 
 use super::{MessageReader, MessageWriter, bad};
-use crate::error::{PlanError, Rank};
+use crate::error::PlanError;
+use crate::rank::Rank;
 
 const STEPS: u64 = 0;
 const FLAGS: u64 = 1;

@@ -257,7 +257,7 @@ impl Copied<'_> {
                 // The copy is within the arena, whose length is a `usize`.
                 let view =
                     TensorView::contiguous(HostMemory::clone(arena), dtype, shape, start as usize)?;
-                Shard::with_view(shard.region().clone(), view)
+                Ok(Shard::with_view(shard.region().clone(), view)?)
             }
             _ => Ok(shard.clone()),
         }

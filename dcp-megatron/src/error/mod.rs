@@ -7,7 +7,7 @@ mod key_mismatch;
 use dcp_convert::ConvertError;
 use dcp_core::error::RankFailure;
 use dcp_core::text::{Message, Quoted};
-use dcp_core::{CheckpointError, FormatError, PlanError, Rank, StorageError};
+use dcp_core::{CheckpointError, FormatError, PlanError, Rank, StorageError, TensorError};
 
 use crate::disk::tracker::Tracked;
 use crate::layout::ParallelLayout;
@@ -264,6 +264,12 @@ fn listed(backends: &[String]) -> String {
 
 impl From<StorageError> for MegatronError {
     fn from(error: StorageError) -> Self {
+        Self::Checkpoint(error.into())
+    }
+}
+
+impl From<TensorError> for MegatronError {
+    fn from(error: TensorError) -> Self {
         Self::Checkpoint(error.into())
     }
 }

@@ -7,7 +7,7 @@ use dcp_core::text::Quoted;
 use dcp_core::value::Dict;
 use dcp_core::{
     CheckpointMetadata, DType, Dims, HostMemory, PlanError, Region, Shard, StateDict, Tensor,
-    TensorView, Value,
+    TensorError, TensorView, Value,
 };
 use dcp_formats::torch_save::decode_only_item;
 
@@ -189,15 +189,15 @@ fn memory(tensor: &ShardedTensor) -> Result<TensorView, MegatronError> {
         byte_len: bytes.unwrap_or(u64::MAX),
     })?;
     let view = TensorView::contiguous(memory, tensor.dtype(), shape, 0);
-    Ok(view.map_err(|error: PlanError| error.with_fqn(&**tensor.key()))?)
+    Ok(view.map_err(|error: TensorError| error.with_fqn(&**tensor.key()))?)
 }
 
 /// The regions of the whole tensor to read into `view`.
 fn shards(tensor: &ShardedTensor, view: &TensorView) -> Result<Vec<Shard>, MegatronError> {
-    let named = |error: PlanError| error.with_fqn(&**tensor.key());
+    let named = |error: TensorError| error.with_fqn(&**tensor.key());
     let Some(range) = tensor.flattened_range() else {
         let data = tensor.clone().with_data(view.clone())?.global_data();
-        let data = data.ok_or_else(|| PlanError::InvalidTensor {
+        let data = data.ok_or_else(|| TensorError::Invalid {
             fqn: Some(tensor.key().to_string()),
             problem: "its memory is not a part of the whole tensor".to_owned(),
         })?;
@@ -210,7 +210,7 @@ fn shards(tensor: &ShardedTensor, view: &TensorView) -> Result<Vec<Shard>, Megat
         let data = view.narrow(&part).and_then(|part| part.reshape(region.sizes().clone()));
         Shard::with_view(region, data.map_err(named)?).map_err(named)
     });
-    Ok(shards.collect::<Result<_, PlanError>>()?)
+    Ok(shards.collect::<Result<_, TensorError>>()?)
 }
 
 /// The elements of a stored list for the leaves that request it: one for each of them, or one for

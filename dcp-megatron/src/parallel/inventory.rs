@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use dcp_core::digest::Sha256;
 use dcp_core::plan::{PlanKey, SavePlan, TensorSpec};
-use dcp_core::{DType, Dims, PlanError, Region};
+use dcp_core::{DType, Dims, PlanError, Region, TensorError};
 
 use crate::error::MegatronError;
 use crate::sharded::ShardedTensor;
@@ -37,7 +37,7 @@ impl Inventory {
         let mut keys: HashMap<(Arc<str>, DType, Dims), usize> = HashMap::new();
         for tensor in tensors {
             if tensor.flattened_range().is_some() {
-                return Err(PlanError::InvalidTensor {
+                return Err(TensorError::Invalid {
                     fqn: Some(tensor.key().to_string()),
                     problem: "it is a flattened shard; pass the shard with its region".into(),
                 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use dcp_core::{Dims, HostMemory, PlanError, Region, Tensor, TensorView, Value};
+use dcp_core::{Dims, HostMemory, Region, Tensor, TensorError, TensorView, Value};
 
 use super::error::ShardError;
 use super::factory::{FactoryParts, ShardedTensorFactory};
@@ -404,6 +404,6 @@ fn failed(key: &Arc<str>, problem: String) -> ShardError {
     ShardError::Factory { key: key.to_string(), problem }
 }
 
-fn planned(key: &Arc<str>, error: &PlanError) -> ShardError {
+fn planned(key: &Arc<str>, error: &TensorError) -> ShardError {
     failed(key, error.to_string())
 }

@@ -1,6 +1,6 @@
 //! A rank's local part of a tensor.
 
-use dcp_core::{DType, Dims, PlanError, Region, Tensor, TensorView};
+use dcp_core::{DType, Dims, Region, Tensor, TensorError, TensorView};
 
 /// A rank's part of a tensor: its memory, or a description of it.
 #[derive(Clone, Debug)]
@@ -40,11 +40,11 @@ impl LocalTensor {
     /// # Errors
     ///
     /// When the region is outside.
-    pub fn narrow(&self, region: &Region) -> Result<Self, PlanError> {
+    pub fn narrow(&self, region: &Region) -> Result<Self, TensorError> {
         let whole = Region::full(self.shape.clone()).ok();
         if !whole.is_some_and(|whole| whole.contains(region)) {
             let problem = format!("region {region} is outside shape {}", self.shape);
-            return Err(PlanError::InvalidTensor { fqn: None, problem });
+            return Err(TensorError::Invalid { fqn: None, problem });
         }
         let data = self.data.as_ref().map(|data| data.narrow(region)).transpose()?;
         Ok(Self { dtype: self.dtype, shape: region.sizes().clone(), data })
@@ -56,11 +56,11 @@ impl LocalTensor {
     /// # Errors
     ///
     /// When `axes` does not name every axis once.
-    pub fn permuted(&self, axes: &[usize]) -> Result<Self, PlanError> {
+    pub fn permuted(&self, axes: &[usize]) -> Result<Self, TensorError> {
         let mut seen: Vec<usize> = axes.to_vec();
         seen.sort_unstable();
         if !seen.into_iter().eq(0..self.shape.ndim()) {
-            return Err(PlanError::InvalidTensor {
+            return Err(TensorError::Invalid {
                 fqn: None,
                 problem: format!("axes {axes:?} are not an order of those of {}", self.shape),
             });
@@ -72,7 +72,7 @@ impl LocalTensor {
     }
 
     /// Removes the first axis, which must have one index.
-    pub(super) fn without_first_axis(self) -> Result<Self, PlanError> {
+    pub(super) fn without_first_axis(self) -> Result<Self, TensorError> {
         let axes: Vec<Option<usize>> = (1..self.shape.ndim()).map(Some).collect();
         let shape = self.shape.iter().skip(1).copied().collect();
         let data = self.data.map(|data| data.with_axes(&axes)).transpose()?;

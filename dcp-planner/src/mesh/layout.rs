@@ -61,7 +61,7 @@ impl MeshLayout {
     ) -> Result<Tensor, PlanError> {
         let shape = shape.into();
         let regions = self.regions(fqn, &shape, rank)?;
-        Tensor::zeros_sharded(dtype, shape, regions)
+        Ok(Tensor::zeros_sharded(dtype, shape, regions)?)
     }
 
     /// Tensor `fqn` in this layout, of which `rank` holds the elements in `memory`: its local
@@ -92,7 +92,7 @@ impl MeshLayout {
                 regions.iter().map(part).collect::<Result<_, _>>()?
             }
         };
-        Tensor::sharded(dtype, shape, shards)
+        Ok(Tensor::sharded(dtype, shape, shards)?)
     }
 }
 
@@ -105,5 +105,5 @@ fn part(local: &TensorView, all: &[Region], region: &Region) -> Result<Shard, Pl
     };
     let offsets: Vec<u64> = (0..region.ndim()).map(before).collect();
     let inner = Region::new(offsets, region.sizes().clone())?;
-    Shard::with_view(region.clone(), local.narrow(&inner)?)
+    Ok(Shard::with_view(region.clone(), local.narrow(&inner)?)?)
 }

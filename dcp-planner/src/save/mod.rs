@@ -11,7 +11,7 @@ use dcp_core::plan::{
     GlobalPlan, LeafKind, PlanContext, PlanKey, SavePlan, StateIndex, TensorSpec,
 };
 use dcp_core::planner::SavePlanner;
-use dcp_core::{PlanError, Region};
+use dcp_core::{PlanError, Region, TensorError};
 
 /// The rule that chooses the rank that writes a chunk or object which several hold. One always does:
 /// PyTorch's `dedup_replicated_tensors` has no effect either (2.15).
@@ -104,10 +104,11 @@ impl SavePlanner for DefaultSavePlanner {
                         .map_err(|error| PlanError::from(error).with_fqn(&*fqn))?;
                     if !sharded && !matches!(&**regions, [region] if *region == whole) {
                         let problem = "it is replicated and has regions other than the whole";
-                        return Err(PlanError::InvalidTensor {
+                        return Err(TensorError::Invalid {
                             fqn: Some(fqn.to_string()),
                             problem: problem.to_owned(),
-                        });
+                        }
+                        .into());
                     }
                     if let Some(outside) = regions.iter().find(|region| !whole.contains(region)) {
                         return Err(PlanError::OutOfBounds {

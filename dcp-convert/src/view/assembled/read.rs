@@ -6,7 +6,8 @@ use async_trait::async_trait;
 use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Dims, PlanError, Region, StorageReader, TensorView, Value,
+    CheckpointError, CheckpointMetadata, Dims, PlanError, Region, StorageReader, TensorError,
+    TensorView, Value,
 };
 
 use super::{Assembled, Origin, PartReader, Piece, PieceFrom};
@@ -78,6 +79,12 @@ impl PieceError {
 
 impl From<PlanError> for PieceError {
     fn from(error: PlanError) -> Self {
+        Self::Error(error.into())
+    }
+}
+
+impl From<TensorError> for PieceError {
+    fn from(error: TensorError) -> Self {
         Self::Error(error.into())
     }
 }

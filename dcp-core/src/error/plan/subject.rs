@@ -1,6 +1,7 @@
 //! The tensor, object or name that a [`PlanError`] is about.
 
 use super::PlanError;
+use crate::error::TensorError;
 use crate::region::RegionError;
 
 impl PlanError {
@@ -20,7 +21,6 @@ impl PlanError {
             | Self::Overlap { fqn, .. }
             | Self::Uncovered { fqn, .. }
             | Self::ShardMemory { fqn, .. }
-            | Self::OnDevice { fqn, .. }
             | Self::InvalidIndex { fqn, .. }
             | Self::TooDeep { fqn, .. }
             | Self::PathConflict { fqn, .. }
@@ -42,7 +42,7 @@ impl PlanError {
             | Self::Misplaced { fqn, .. }
             | Self::Unread { fqn, .. }
             | Self::SourceLength { fqn, .. } => Some(fqn),
-            Self::InvalidTensor { fqn, .. } | Self::InvalidRegion { fqn, .. } => fqn.as_deref(),
+            Self::Tensor(error) => error.fqn(),
             _ => None,
         }
     }
@@ -64,7 +64,6 @@ impl PlanError {
             | Self::Overlap { fqn, .. }
             | Self::Uncovered { fqn, .. }
             | Self::ShardMemory { fqn, .. }
-            | Self::OnDevice { fqn, .. }
             | Self::InvalidIndex { fqn, .. }
             | Self::TooDeep { fqn, .. }
             | Self::PathConflict { fqn, .. }
@@ -86,9 +85,7 @@ impl PlanError {
             | Self::Misplaced { fqn, .. }
             | Self::Unread { fqn, .. }
             | Self::SourceLength { fqn, .. } => *fqn = new.into(),
-            Self::InvalidTensor { fqn, .. } | Self::InvalidRegion { fqn, .. } => {
-                *fqn = Some(new.into());
-            }
+            Self::Tensor(error) => return error.clone().with_fqn(new).into(),
             _ => {}
         }
         self
@@ -97,7 +94,7 @@ impl PlanError {
 
 impl From<RegionError> for PlanError {
     fn from(error: RegionError) -> Self {
-        Self::InvalidRegion { fqn: None, error: Box::new(error) }
+        TensorError::from(error).into()
     }
 }
 
@@ -126,10 +123,8 @@ mod tests {
         assert_eq!(unnamed.fqn(), None);
         assert!(unnamed.to_string().starts_with("invalid region: "), "{unnamed}");
         let named = unnamed.with_fqn("w");
-        assert_eq!(
-            named,
-            PlanError::InvalidRegion { fqn: Some("w".to_owned()), error: Box::new(overflow()) }
-        );
+        let (fqn, error) = (Some("w".to_owned()), Box::new(overflow()));
+        assert_eq!(named, PlanError::Tensor(TensorError::Region { fqn, error }));
         assert!(named.to_string().starts_with("invalid region \"w\": "), "{named}");
     }
 

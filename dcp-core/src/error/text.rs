@@ -1,7 +1,7 @@
-//! Parts of the messages of [`PlanError`].
+//! Parts of the messages of [`PlanError`] and of [`TensorError`](super::TensorError).
 
 use super::PlanError;
-use crate::error::Rank;
+use crate::rank::Rank;
 use crate::text::Quoted;
 
 pub(super) fn named(fqn: &Option<String>) -> String {

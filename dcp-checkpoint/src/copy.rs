@@ -23,7 +23,6 @@ use crate::error::{Error, ErrorKind};
 use crate::format::Shape;
 use crate::held_target::{CLAIMED, has_locks, not_claimed};
 use crate::index_files::{removal_order, split_indices};
-use crate::new_folders::NewFolders;
 use crate::open::cannot_open;
 use crate::overlap_guard::keep_urls_apart;
 use crate::rollback::Rollback;
@@ -139,8 +138,9 @@ impl Copying<'_> {
         }
         let work = Work::new("copy", &job).option("`Copying::compare`", &compare);
         same_files(&job, work, &source, &files).await?;
-        let shared = SharedTarget::begin(&job, Shape::Folder).await?;
-        let folders = NewFolders::before(&target, &Rollback::new());
+        let rollback = Rollback::new();
+        let (shared, folders) =
+            SharedTarget::begin(&job, Shape::Folder, &target, &rollback).await?;
         let to = target_storage(opener, &target, job.dry_run).await?;
         let is_writer = job.is_coordinator() && !job.dry_run;
         let held = if is_writer { claims(opener, &target, &to, &files).await? } else { Vec::new() };

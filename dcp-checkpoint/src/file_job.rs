@@ -11,7 +11,6 @@ use dcp_core::Storage;
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
 use crate::format::Shape;
-use crate::new_folders::NewFolders;
 use crate::overlap_guard::keep_apart;
 use crate::refuse_incomplete::refuse_incomplete;
 use crate::rollback::Rollback;
@@ -67,8 +66,7 @@ impl Checkpoint {
         keep_apart(&checkpoint, target, Shape::Folder).await?;
         let mut notes = checkpoint.opener.notes();
         refuse_incomplete(&checkpoint, files.part(), job, &mut notes).await?;
-        let shared = SharedTarget::begin(job, Shape::Folder).await?;
-        let folders = NewFolders::before(target, rollback);
+        let (shared, folders) = SharedTarget::begin(job, Shape::Folder, target, rollback).await?;
         let options = TargetOptions::default().with_dry_run(job.dry_run).with_rollback(rollback);
         let place = Place::new(&checkpoint.opener, target, &options);
         let place = place.held_by_rank_0(job.is_coordinator());

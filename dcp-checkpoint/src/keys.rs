@@ -6,6 +6,7 @@ use std::sync::Arc;
 use dcp_convert::keys::{Rename, StatePart, UnmatchedPattern};
 use dcp_convert::{JobOptions, Selection, Source};
 use dcp_core::format::WantedKeys;
+use dcp_core::metadata::Entry;
 use dcp_planner::KeyFilter;
 use indexmap::IndexMap;
 
@@ -120,9 +121,13 @@ impl Keys {
         if selection.part != StatePart::Model || taken >= all || self.part.is_some() {
             return Ok((source, 0));
         }
-        notes.say(format!(
-            "taking the model, {taken} of {all} keys; `StatePart::Everything` takes all"
-        ));
+        // A matrix is what all models have, and states of trainers have none.
+        let is_matrix = |entry: &Entry| entry.as_tensor().is_some_and(|one| one.shape.ndim() > 1);
+        let of_what = match source.metadata().await?.iter().any(|(_, entry)| is_matrix(entry)) {
+            true => "taking the model, ",
+            false => "taking what is no state of an optimizer, but no matrix of a model: ",
+        };
+        notes.say(format!("{of_what}{taken} of {all} keys; `StatePart::Everything` takes all"));
         Ok((source, all - taken))
     }
 }

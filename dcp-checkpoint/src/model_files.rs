@@ -7,12 +7,13 @@ use std::sync::Arc;
 use dcp_convert::{ConversionReport, ConvertError, JobOptions, Source};
 use dcp_core::registry::Access;
 use dcp_core::storage::{FolderEntry, StorageExt};
+use dcp_core::text::Quoted;
 use dcp_core::{DType, Key, Storage, StorageError, StorageErrorKind};
 use dcp_formats::hf::{
     CONFIG_ASIDE, CONFIG_NAME, HfLayout, INDEX_ENDING, config_with_dtype,
     config_without_quantization, names_scales,
 };
-use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
+use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer, is_pointer_file};
 use futures_util::StreamExt as _;
 
 use crate::checkpoint::Checkpoint;
@@ -25,6 +26,9 @@ use crate::small_file::read_at_most;
 const CONFIG_MAX: u64 = 16 << 20;
 /// Bytes of such a file that are read at most; the largest are tokenizers.
 const FILE_MAX: u64 = 256 << 20;
+
+/// Bytes of a pointer of Git LFS at most.
+const POINTER_MAX: u64 = 1024;
 
 /// Files and their content.
 pub(crate) type Files = Vec<(Key, Vec<u8>)>;
@@ -249,6 +253,40 @@ impl Checkpoint {
 pub(crate) fn configuration_of(folder: &Path) -> Option<u128> {
     let bytes = read_at_most(&folder.join(CONFIG_NAME), FILE_MAX).ok()?;
     Some(dcp_core::digest::fnv1a_128(&bytes))
+}
+
+/// Refuses pointers of Git LFS among the files of a model.
+pub(crate) fn refuse_pointers(files: &Files) -> Result<(), Error> {
+    let pointers = files.iter().filter(|(_, bytes)| is_lfs_pointer(bytes));
+    let names: Vec<_> = pointers.map(|(key, _)| Quoted(key.as_str()).to_string()).collect();
+    let message = match &*names {
+        [] => return Ok(()),
+        [one] => format!("{one} {LFS_PROBLEM}"),
+        _ => format!("{} are pointers of Git LFS, not the files", names.join(", ")),
+    };
+    Err(Error::new(ErrorKind::Damaged, message).with_hint(
+        "fetch them with `git lfs pull`, or pass `Destination::config`, which has the configuration and the \
+         tokenizer",
+    ))
+}
+
+/// The configuration and tokenizer files in the folder of a model that are pointers of Git LFS.
+pub(crate) async fn pointers_of(checkpoint: &Checkpoint) -> Result<Vec<Key>, Error> {
+    let mut pointers = Vec::new();
+    if !checkpoint.is_model_folder() {
+        return Ok(pointers);
+    }
+    let storage = checkpoint.step.storage();
+    let files = checkpoint.step.listing().objects().iter().map(|meta| (&meta.key, meta.byte_len));
+    let small = files.filter(|(key, len)| {
+        *len <= POINTER_MAX && !belongs_to_weights(key.file_name()) && !key.as_str().contains('/')
+    });
+    for (key, _) in small.take(FILES_MAX) {
+        if is_pointer_file(&**storage, key).await? {
+            pointers.push(key.clone());
+        }
+    }
+    Ok(pointers)
 }
 
 /// The files that belong to a Hugging Face model, without its weights; none where the checkpoint is of

@@ -28,6 +28,20 @@ impl NewFolders {
         Self { missing, rollback: rollback.clone() }
     }
 
+    /// The innermost `count` folders of `uri`, which another rank found missing. The last rank that leaves
+    /// removes them.
+    pub(crate) fn found_missing(uri: &str, count: usize, rollback: &Rollback) -> Self {
+        let path = local_path(uri).unwrap_or(Path::new(""));
+        let missing = path.ancestors().filter(|folder| !folder.as_os_str().is_empty());
+        let missing = missing.take(count).map(Path::to_owned).collect();
+        Self { missing, rollback: rollback.clone() }
+    }
+
+    /// The number of folders that were missing.
+    pub(crate) fn count(&self) -> usize {
+        self.missing.len()
+    }
+
     /// There is something in them now.
     pub(crate) fn keep(mut self) {
         self.missing.clear();
@@ -85,6 +99,27 @@ mod tests {
         fs::create_dir_all(place.path().join("x/y")).unwrap();
         drop(folders);
         assert!(!place.path().join("x").exists(), "a file has folders, too");
+    }
+
+    /// Of two ranks, the one that ends first leaves the files of the other.
+    #[test]
+    fn the_last_rank_removes_what_the_first_found_missing() {
+        let place = tempfile::tempdir().unwrap();
+        let inner = place.path().join("a/b");
+        let uri = inner.display().to_string();
+        let first = before(&uri);
+        fs::create_dir_all(&inner).unwrap();
+        let other = NewFolders::found_missing(&uri, first.count(), &Rollback::new());
+        fs::write(inner.join("of_other"), "x").unwrap();
+        drop(first);
+        assert!(inner.exists());
+        fs::remove_file(inner.join("of_other")).unwrap();
+        drop(other);
+        assert!(!place.path().join("a").exists() && place.path().exists());
+        // It was there before.
+        fs::create_dir_all(&inner).unwrap();
+        drop(NewFolders::found_missing(&uri, before(&uri).count(), &Rollback::new()));
+        assert!(inner.exists());
     }
 
     #[test]

@@ -1,12 +1,15 @@
 //! Explains why nothing can be opened.
 
 use dcp_core::Key;
-use dcp_core::format::Place;
+use dcp_core::format::{Folder, Place};
 use dcp_core::registry::Access;
 use dcp_formats::incomplete_files::{LFS_PROBLEM, lfs_pointer};
 
 use crate::checkpoint::opener::Opener;
 use crate::error::{Error, ErrorKind};
+
+/// Files that only Orbax and its storage OCDBT write.
+const ORBAX: &[&str] = &["_CHECKPOINT_METADATA", "manifest.ocdbt", "orbax.checkpoint"];
 
 impl Opener {
     /// The error of a file that is a pointer of Git LFS, where a checkpoint cannot be opened: a parser
@@ -43,6 +46,13 @@ impl Opener {
             format!("{uri:?} is not a checkpoint: the directory {}", self.formats.describe(&folder))
         };
         let failure = Error::new(ErrorKind::NotACheckpoint, message);
+        let is_orbax = |folder: &Folder<'_>| ORBAX.iter().any(|file| folder.has(file));
+        if is_orbax(&folder) || folder.folders().any(|step| is_orbax(&step)) {
+            return failure.with_hint(
+                "it is a checkpoint of Orbax, which dcp does not read; restore it with Orbax, and \
+                 save the arrays with safetensors",
+            );
+        }
         let below = |name: &str| match uri.trim_end_matches('/') {
             "." => name.to_owned(),
             base => format!("{base}/{name}"),

@@ -73,7 +73,7 @@ fn refuse_parts(checkpoint: &Checkpoint, part: StatePart) -> Result<(), Error> {
     let paths: Vec<String> = std::iter::once(checkpoint.place.clone()).chain(paths).collect();
     let hint = format!(
         "`merge` of {} writes all of them; a part is read by its own path",
-        paths.join(" ")
+        paths.iter().map(|path| Quoted(path).to_string()).collect::<Vec<_>>().join(", ")
     );
     Err(Error::new(ErrorKind::Undecided, message).with_hint(hint))
 }

@@ -20,6 +20,8 @@ use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
 use crate::format::Shape;
+use crate::new_folders::NewFolders;
+use crate::rollback::Rollback;
 
 /// The beginning of the name of the file by which ranks find that they see one target. A rank that is
 /// killed may leave one.
@@ -269,16 +271,26 @@ pub(crate) struct SharedTarget<'a> {
 impl<'a> SharedTarget<'a> {
     /// Waits until rank 0 has opened and claimed the target, before this rank opens it: so rank 0 sees
     /// which folders are new.
-    pub(crate) async fn begin(job: &'a JobOptions, shape: Shape) -> Result<Self, Error> {
+    ///
+    /// Returns those folders, too. Rank 0 may leave before the files of another rank are removed.
+    pub(crate) async fn begin(
+        job: &'a JobOptions,
+        shape: Shape,
+        target: &str,
+        rollback: &Rollback,
+    ) -> Result<(Self, NewFolders), Error> {
         // One file is written by rank 0.
         let group = several(job).filter(|_| !job.dry_run && shape == Shape::Folder);
-        let number = match group {
-            Some(group) if !group.is_coordinator() => {
-                group.broadcast(Vec::new().into()).await?.to_vec()
-            }
-            _ => format!("{:032x}", number()).into_bytes(),
-        };
-        Ok(Self { group, number })
+        if let Some(others) = group.filter(|group| !group.is_coordinator()) {
+            let number = others.broadcast(Vec::new().into()).await?.to_vec();
+            let text = String::from_utf8_lossy(&number);
+            let count = text.rsplit('-').next().and_then(|count| count.parse().ok());
+            let folders = NewFolders::found_missing(target, count.unwrap_or(0), rollback);
+            return Ok((Self { group, number }, folders));
+        }
+        let folders = NewFolders::before(target, rollback);
+        let number = format!("{:032x}-{}", number(), folders.count()).into_bytes();
+        Ok((Self { group, number }, folders))
     }
 
     /// Refuses ranks that do not see the target of rank 0. All ranks fail with one error, which names the

@@ -11,6 +11,7 @@ use dcp_formats::incomplete_files::{IncompleteFile, LFS_PROBLEM};
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
+use crate::model_files;
 use crate::open::read_all_the_same;
 use crate::same_place::{Work, same_sources};
 use crate::setters::job_options;
@@ -119,6 +120,10 @@ impl Verification<'_> {
                     add(ProblemKind::ShortFile, file.as_str(), format!("the file {problem}"));
                 }
             }
+        }
+        if self.job.is_coordinator() {
+            let pointers = model_files::pointers_of(checkpoint).await?;
+            report.notes.extend(pointers.iter().map(|file| format!("{file} {LFS_PROBLEM}")));
         }
         if !found.is_empty()
             && self.job.is_coordinator()

@@ -93,6 +93,11 @@ pub(crate) enum Command {
 }
 
 impl Command {
+    /// Whether it changes checkpoints, or makes them.
+    pub(crate) fn writes(&self) -> bool {
+        !matches!(self, Self::Verify(_) | Self::Diff(_) | Self::Stats(_))
+    }
+
     /// What the ranks of a launcher do of the command.
     pub(crate) fn sharing(&self) -> Sharing {
         match self {

@@ -146,6 +146,7 @@ fn asks_for_json(args: &[OsString]) -> bool {
 pub(crate) fn run(cli: Cli, name: &str, plugins: &Plugins) -> Result<(), Failure> {
     log(cli.global.verbose, cli.global.quiet);
     interrupt::survive_file_size_limit();
+    let writes = cli.command.writes();
     let ranks = Ranks::join(cli.command.sharing(), &cli.global)?;
     let same = ranks.as_ref().map_or(Ok(()), |ranks| ranks.same_command(name));
     let done = same.and_then(|()| match ranks.as_ref().is_none_or(Ranks::works) {
@@ -153,7 +154,7 @@ pub(crate) fn run(cli: Cli, name: &str, plugins: &Plugins) -> Result<(), Failure
         false => Ok(()),
     });
     match ranks {
-        Some(ranks) => ranks.agree(done),
+        Some(ranks) => ranks.agree(done, writes),
         None => done,
     }
 }

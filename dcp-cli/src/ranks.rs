@@ -114,7 +114,8 @@ impl Ranks {
 
     /// Waits for the other ranks, and returns one result for all: where one failed, all fail with
     /// its exit code, and one of them says why.
-    pub(crate) fn agree(self, done: Result<(), Failure>) -> Result<(), Failure> {
+    /// `writes`: whether the command writes a checkpoint.
+    pub(crate) fn agree(self, done: Result<(), Failure>, writes: bool) -> Result<(), Failure> {
         let outcome = match &done {
             Err(failure) if !failure.is_broken_pipe() => Err(failure.to_message()),
             _ => Ok(()),
@@ -129,11 +130,25 @@ impl Ranks {
             GroupEnd::Lost(_) if done.as_ref().is_err_and(Failure::is_interruption) => done,
             GroupEnd::Lost(error) => {
                 let speaks = self.is_coordinator() || error.rank() == Some(0);
-                let failure = Failure::from(CheckpointError::from(error))
-                    .hint("what was being written is not complete; run the command again");
+                let hint = lost_hint(writes, self.is_coordinator(), done.is_ok());
+                let failure = Failure::from(CheckpointError::from(error)).hint(hint);
                 Err(if speaks { failure } else { failure.said_elsewhere() })
             }
             _ => done,
+        }
+    }
+}
+
+/// The hint of a command that lost a rank. Rank 0 commits the target before its own part ends, the others
+/// do not know.
+fn lost_hint(writes: bool, is_coordinator: bool, is_done: bool) -> &'static str {
+    match (writes, is_coordinator, is_done) {
+        (false, ..) => "nothing was written; run the command again",
+        (true, true, true) => "the target was complete before that; `dcp verify` checks it",
+        (true, true, false) => "what was being written is not complete; run the command again",
+        (true, false, _) => {
+            "the target may be incomplete; `dcp verify` checks it, and another run of the command \
+             writes it"
         }
     }
 }
@@ -184,4 +199,21 @@ fn connect(config: TcpConfig, waiting: String, quiet: bool) -> Result<TcpCollect
             None => failure,
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::lost_hint;
+
+    #[test]
+    fn a_target_is_incomplete_where_rank_0_has_not_committed_it() {
+        assert!(lost_hint(true, true, false).contains("is not complete"));
+        let committed = lost_hint(true, true, true);
+        assert!(committed.contains("was complete") && !committed.contains("again"));
+        // Another rank does not know what rank 0 did.
+        assert!(lost_hint(true, false, true).contains("may be incomplete"));
+        for is_done in [true, false] {
+            assert!(lost_hint(false, true, is_done).contains("nothing was written"));
+        }
+    }
 }

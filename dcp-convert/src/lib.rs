@@ -48,4 +48,5 @@ pub use write::target::Target;
 pub use write::to_hf::{to_hf, to_hf_with};
 pub use write::to_safetensors::to_safetensors;
 pub use write::to_torch_save::to_torch_save;
+pub use write::wrapped_tensors::refuse_rank_parts;
 pub use write::written::ConversionReport;

@@ -29,16 +29,22 @@ impl Location {
     }
 }
 
-/// The folder that a URL is in, and its name there; `None` for a root, such as a bucket.
+/// The folder that a URL is in, and its name there; `None` for a root, such as a bucket. The query of a
+/// web server's URL belongs to every request, so it stays with the folder.
 ///
 /// ```
 /// use dcp_core::location::split_url;
 /// assert_eq!(split_url("s3://bucket/model.pt"), Some(("s3://bucket".into(), "model.pt".into())));
 /// assert_eq!(split_url("model.pt"), Some((".".into(), "model.pt".into())));
 /// assert_eq!(split_url("s3://bucket"), None);
+/// assert_eq!(
+///     split_url("https://host/model.pt?sig=x"),
+///     Some(("https://host?sig=x".into(), "model.pt".into())),
+/// );
 /// ```
 #[must_use]
 pub fn split_url(url: &str) -> Option<(String, String)> {
+    let (url, query) = split_query(url);
     let (scheme, path) = match url.split_once("://") {
         Some((scheme, path)) => (format!("{scheme}://"), path),
         None => (String::new(), url),
@@ -52,13 +58,21 @@ pub fn split_url(url: &str) -> Option<(String, String)> {
         Some((parent, name)) => (parent, name),
         None => (".", path),
     };
-    (!name.is_empty()).then(|| (format!("{scheme}{parent}"), name.to_owned()))
+    (!name.is_empty()).then(|| (format!("{scheme}{parent}{query}"), name.to_owned()))
 }
 
 /// The URL of `name` in the folder `url`.
 #[must_use]
 pub fn below_url(url: &str, name: &str) -> String {
-    format!("{}/{name}", url.trim_end_matches('/'))
+    let (url, query) = split_query(url);
+    format!("{}/{name}{query}", url.trim_end_matches('/'))
+}
+
+/// The URL of a web server without its query and fragment, and those. In other URLs and on a disk they
+/// are a part of a name.
+fn split_query(url: &str) -> (&str, &str) {
+    let is_web = url.starts_with("http://") || url.starts_with("https://");
+    url.split_at(url.find(['?', '#']).filter(|_| is_web).unwrap_or(url.len()))
 }
 
 #[cfg(test)]
@@ -71,6 +85,13 @@ mod tests {
         assert_eq!(split("/b"), ("/".into(), "b".into()));
         assert_eq!(split("file:///x/y/"), ("file:///x".into(), "y".into()));
         assert_eq!(split("s3://bucket/x"), ("s3://bucket".into(), "x".into()));
+        assert_eq!(split("http://h/a/b?c=/d"), ("http://h/a?c=/d".into(), "b".into()));
+        assert_eq!(split("https://h/a/b/?c#d"), ("https://h/a?c#d".into(), "b".into()));
+        assert_eq!(split("s3://bucket/x?y"), ("s3://bucket".into(), "x?y".into()));
+        assert_eq!(split("a/x?y=z"), ("a".into(), "x?y=z".into()));
+        assert_eq!(super::below_url("http://h/a/?c=d", "b"), "http://h/a/b?c=d");
+        assert_eq!(super::below_url("a?c=d", "b"), "a?c=d/b");
+        assert!(super::split_url("http://h?a=b/c").is_none());
         assert!(super::split_url("/").is_none());
         assert!(super::split_url("s3://bucket").is_none());
         assert!(super::split_url("s3://bucket/").is_none());

@@ -1,5 +1,6 @@
 //! An event of the Trace Event Format, which Chrome defined and Perfetto reads.
 
+use dcp_core::text::without_secrets;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -41,11 +42,20 @@ pub const REQUEST: &str = "request";
 /// The category of files, from the start of an upload until it is complete.
 pub const FILE: &str = "file";
 
+/// A text without the secrets of URLs and without the query of a key: traces are sent to others.
+fn shown(text: &str) -> String {
+    let text = without_secrets(text);
+    match text.split_once('?') {
+        Some((name, query)) if query.contains('=') => format!("{name}?…"),
+        _ => text.into_owned(),
+    }
+}
+
 impl TraceEvent {
     /// A span.
     pub(crate) fn span(rank: u32, row: u32, category: &str, name: &str) -> Self {
         Self {
-            name: name.to_owned(),
+            name: shown(name),
             category: category.to_owned(),
             kind: "X".to_owned(),
             micros: 0.0,
@@ -68,8 +78,16 @@ impl TraceEvent {
     }
 
     pub(crate) fn with(mut self, name: &str, value: impl Into<Value>) -> Self {
-        self.args.insert(name.to_owned(), value.into());
+        self.set(name, value);
         self
+    }
+
+    pub(crate) fn set(&mut self, name: &str, value: impl Into<Value>) {
+        let value = match value.into() {
+            Value::String(text) => Value::String(shown(&text)),
+            value => value,
+        };
+        self.args.insert(name.to_owned(), value);
     }
 
     /// Whether this is a span of a category.

@@ -249,7 +249,7 @@ pub struct TraceSpan {
 
 impl TraceSpan {
     pub(crate) fn set(&mut self, name: &str, value: impl Into<serde_json::Value>) {
-        self.event.args.insert(name.to_owned(), value.into());
+        self.event.set(name, value);
     }
 
     pub(crate) fn with(mut self, name: &str, value: impl Into<serde_json::Value>) -> Self {

@@ -16,7 +16,6 @@ use crate::checkpoint::framework::{TargetLayout, TargetRequest};
 use crate::error::Error;
 use crate::format::Format;
 use crate::model_files::{self, Files};
-use crate::new_folders::NewFolders;
 use crate::same_place::SharedTarget;
 use crate::target::{Place, TargetOptions};
 
@@ -62,8 +61,8 @@ impl Destination {
         let source = &source;
         let place_options = self.target_options(job);
         let format = self.format()?;
-        let shared = SharedTarget::begin(job, format.shape()).await?;
-        let folders = NewFolders::before(&self.uri, &self.rollback);
+        let (shared, folders) =
+            SharedTarget::begin(job, format.shape(), &self.uri, &self.rollback).await?;
         let place = Place::new(&checkpoint.opener, &self.uri, &place_options);
         let place = place.held_by_rank_0(job.is_coordinator());
         let options = WriterOptions::default()
@@ -97,6 +96,7 @@ impl Destination {
                     model_files::refuse_damaged(&files, from)?;
                 }
                 model_files::complete(&mut files, how.files);
+                model_files::refuse_pointers(&files)?;
                 if self.config.is_some()
                     && let Some(config) = model_files::configuration(&files)
                 {

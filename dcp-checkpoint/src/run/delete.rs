@@ -81,10 +81,28 @@ impl Deletion<'_> {
         listed.take(Listing::OBJECTS_MAX + 1).try_collect().await
     }
 
+    /// As [`delete`](Self::delete); what another process has deleted by then is deleted.
+    pub(super) async fn run(
+        &self,
+        name: &str,
+        why: Doomed,
+        gone: &mut Gone,
+    ) -> Result<Outcome, StorageError> {
+        let error = match self.delete(name, why, gone).await {
+            Err(error) if error.kind() == StorageErrorKind::NotFound => error,
+            outcome => return outcome,
+        };
+        match self.files(name).await {
+            Ok(files) if files.is_empty() => Ok(self.remove_folder(&Key::new(name)?).await),
+            Ok(_) => Ok(Outcome::Kept("another process removes files of it".to_owned())),
+            Err(_) => Err(error),
+        }
+    }
+
     /// Deletes the folder `name`: marks it, removes the files that make it visible, the last written
     /// first, then all others, then the mark. Stopped anywhere, the folder is the whole checkpoint,
     /// or an incomplete one that the next call removes.
-    pub(super) async fn run(
+    async fn delete(
         &self,
         name: &str,
         why: Doomed,

@@ -85,8 +85,16 @@ pub(super) async fn unusable(
     for model_file in MODEL_FILES {
         let key = Key::new(format!("{name}/{model_file}"))?;
         let Some(file) = files.iter().find(|file| file.key == key) else { continue };
-        if !is_usable(storage, file).await? {
-            found.insert(model_file);
+        match is_usable(storage, file).await {
+            Ok(true) => {}
+            Ok(false) => {
+                found.insert(model_file);
+            }
+            // Another process has deleted it since it was listed.
+            Err(error) if error.kind() == StorageErrorKind::NotFound => {
+                found.insert(model_file);
+            }
+            Err(error) => return Err(error),
         }
     }
     Ok(found)

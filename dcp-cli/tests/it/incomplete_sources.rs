@@ -169,9 +169,12 @@ fn what_ls_calls_incomplete_no_job_makes_a_checkpoint_of() {
 #[test]
 fn a_step_of_several_parts_is_never_written_in_part() {
     let folder = tempfile::tempdir().unwrap();
-    accelerate(&folder.path().join("step3"));
-    let (source, out) = (path(&folder, "step3"), path(&folder, "out"));
-    let said = ["\"optimizer_0\"", "dcp merge", "pytorch_model_fsdp_0"];
+    accelerate(&folder.path().join("my step3"));
+    let (source, out) = (path(&folder, "my step3"), path(&folder, "out"));
+    let merge = format!(
+        "`dcp merge` of \"{source}/pytorch_model_fsdp_0\", \"{source}/optimizer_0\" writes"
+    );
+    let said = ["\"optimizer_0\"", &*merge];
     for job in [0, 2, 3, 4, 5, 6] {
         dcp(["-q"].iter().copied().chain(with(JOBS[job], &source, &out))).fails(2, &said);
         assert!(!Path::new(&out).exists());

@@ -52,6 +52,7 @@ mod secrets;
 mod shells;
 mod sidecar;
 mod special_files;
+mod stated_config;
 mod stats;
 mod support;
 mod terminal;

@@ -40,6 +40,41 @@ fn said(run: &Run, text: &str) {
     assert!(run.code == 0 && run.stderr.contains(text), "{text:?} is not in\n{}", run.stderr);
 }
 
+/// `git clone` without `git lfs pull` leaves pointers in place of large files, tokenizers among them.
+#[test]
+fn a_tokenizer_that_was_not_fetched_is_named_and_not_copied() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let (from, target) = (at("model"), at("target"));
+    fs::create_dir(&from).unwrap();
+    weights(&folder.path().join("model/model.safetensors"), &[("w", "F32", 4, &[2])], &Value::Null);
+    fs::write(at("model/config.json"), "{}").unwrap();
+    let file = at("model/model.safetensors");
+    let pointer =
+        format!("version https://git-lfs.github.com/spec/v1\noid sha256:{:064}\nsize 12345\n", 1);
+    for name in ["tokenizer.json", "tokenizer.model", "tekken.json", "merges.txt"] {
+        fs::write(at(&format!("model/{name}")), &pointer).unwrap();
+        let run = dcp(["verify", "--deep", &from, "--json"]);
+        let notes = run.json()["notes"].to_string();
+        assert!(notes.contains(name) && notes.contains("git lfs pull"), "{notes}");
+        let arguments: [&[&str]; 4] = [
+            &["convert", &from, &target, "--to=hf"],
+            &["convert", &from, &target, "--to=hf", "--dry-run"],
+            &["convert", &file, &target, "--to=hf", "--config", &from],
+            &["average", &from, &from, "--out", &target, "--to=hf"],
+        ];
+        for arguments in arguments {
+            dcp([&["-q"], arguments].concat()).fails(1, &[name, "git lfs pull"]);
+            assert!(!folder.path().join("target").exists(), "{arguments:?}");
+        }
+        // Weights are as sound as they were.
+        dcp(["verify", &from]).ok();
+        dcp(["convert", &from, &at("w.safetensors"), "--overwrite"]).ok();
+        fs::remove_file(at(&format!("model/{name}"))).unwrap();
+    }
+    dcp(["convert", &from, &target, "--to=hf"]).ok();
+}
+
 #[test]
 fn everything_but_weights_and_state_goes_with_a_model() {
     let folder = tempfile::tempdir().unwrap();

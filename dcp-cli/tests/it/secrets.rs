@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use crate::ranks_bucket::Bucket;
 use crate::support::{dcp, fixtures};
 
 const SECRET: &str = "5ec7e7";
@@ -65,6 +66,46 @@ fn output_does_not_repeat_the_query_of_a_url() {
     let page = url("report.html");
     let page = fs::read_to_string(page.strip_prefix("file://").unwrap()).unwrap();
     assert!(!page.contains(SECRET));
+}
+
+/// Traces are sent to others. The query of a web server's URL is a part of every request, not of a key.
+#[test]
+fn a_file_behind_a_signed_url_is_read_and_its_signature_is_in_no_trace() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let bucket = Bucket::start();
+    dcp(["convert", "t24_plain", &path("model"), "--to=hf"]).ok();
+    bucket.alone(&["copy", &path("model"), "s3://bucket/model"]).ok();
+    let web = |name: &str| format!("{}/bucket/{name}?sig={SECRET}", bucket.proxy.endpoint());
+    let traced = |arguments: &[&str]| {
+        let trace = path("trace.json");
+        let ran = dcp([arguments, &["-vv", "--trace", &trace]].concat());
+        let written = fs::read_to_string(&trace).unwrap();
+        assert!(written.contains("model"), "{written}");
+        for text in [&written, &ran.stdout, &ran.stderr] {
+            assert!(!text.contains(SECRET), "{arguments:?}: {text}");
+        }
+        ran
+    };
+    let options = ["--storage-option=allow_http=true"];
+    let file = web("model/model.safetensors");
+    let read = |arguments: &[&str]| traced(&[arguments, &options].concat()).ok();
+    read(&["inspect", &file]);
+    read(&["verify", "--deep", &file]);
+    read(&["diff", &file, &path("model/model.safetensors")]);
+    read(&["convert", &file, &path("again.safetensors")]);
+    let exchanges = bucket.proxy.exchanges();
+    let of_file = exchanges.iter().filter(|one| one.target.contains("model.safetensors"));
+    let query = format!("model.safetensors?sig={SECRET}");
+    let targets: Vec<_> = of_file.map(|one| &one.target).collect();
+    assert!(targets.iter().any(|target| target.ends_with(&query)), "{targets:?}");
+    assert!(targets.iter().all(|target| !target.contains("%3F")), "{targets:?}");
+    let absent = web("model.absent");
+    assert_eq!(traced(&[&["inspect", &absent][..], &options].concat()).code, 3);
+    let key = format!("s3://bucket/model?sig={SECRET}");
+    let arguments = bucket.args(&["inspect", &key], false);
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    assert_ne!(traced(&arguments).code, 0);
 }
 
 #[test]

@@ -260,28 +260,81 @@ fn programs_of_torch_export_are_named() {
         .fails(1, &["a program of torch.export", "torch.export.load()"]);
 }
 
-/// What one rank saved of a state dict of DTensors is a part of each.
+/// What one rank saved of a state dict of DTensors is a part of each, and so are `ShardedTensor`s.
 #[test]
-fn files_of_dtensors_become_no_model() {
+fn files_of_one_rank_become_no_checkpoint_of_whole_tensors() {
     let folder = tempfile::tempdir().unwrap();
     let model = path(&folder, "model");
     fs::create_dir(&model).unwrap();
     let rank = "../torch_save/dtensors/rank_0.pt";
     fs::copy(crate::support::fixtures().join(rank), format!("{model}/pytorch_model.bin")).unwrap();
-    for source in [rank, &model] {
-        for to in ["--to=hf", "--to=safetensors"] {
-            let target = path(&folder, "x");
-            dcp(["-q", "convert", source, &target, to]).fails(
-                2,
-                &[
-                    "w\" (torch.distributed.tensor.DTensor)",
-                    "torch.distributed.tensor.DTensor",
-                    "load the files of all ranks",
-                ],
-            );
-            assert!(!folder.path().join("x").exists());
+    let sharded = "../torch_save/sharded_tensors/rank_0.bin";
+    let target = path(&folder, "x");
+    let refused = |arguments: &[&str], class: &str, name: &str| {
+        let name = format!("{name}\" ({class})");
+        dcp([&["-q"], arguments].concat()).fails(2, &[&name, "one rank's part", "of all ranks"]);
+        assert!(!folder.path().join("x").exists(), "{arguments:?}");
+    };
+    for (source, class, name) in [
+        (rank, "torch.distributed.tensor.DTensor", "w"),
+        (&*model, "torch.distributed.tensor.DTensor", "w"),
+        (sharded, "torch.distributed._shard.sharded_tensor.api.ShardedTensor", "embed.weight"),
+    ] {
+        for to in ["hf", "safetensors", "dcp", "torch-dist"] {
+            refused(&["convert", source, &target, "--to", to], class, name);
+            refused(&["convert", source, &target, "--to", to, "--dry-run"], class, name);
         }
+        refused(&["reshard", source, &target, "--ranks=2"], class, name);
+        // Another file of torch.save keeps the parts as they are.
+        let copy = path(&folder, "copy.pt");
+        let callables = "--allow-callable=*";
+        dcp(["-q", "convert", source, &copy, "--overwrite", callables]).ok();
     }
+    let other = path(&folder, "other.safetensors");
+    dcp(["convert", "t24_plain", &other]).ok();
+    refused(
+        &["merge", rank, &other, "--to=dcp", "--out", &target],
+        "torch.distributed.tensor.DTensor",
+        "w",
+    );
+    // Without the parts it is a checkpoint.
+    dcp(["-q", "convert", rank, &target, "--to=dcp", "--exclude=model.w", "--exclude=model.b"])
+        .ok();
+    dcp(["verify", "--deep", &target]).ok();
     dcp(["convert", "../torch_save/dtensors", &path(&folder, "y"), "--to=hf"])
         .fails(1, &["files of torch.save"]);
+}
+
+/// The index of PyTorch lists tensors of subclasses as plain tensors. A reader finds those whose archive
+/// is shorter than a plain tensor.
+#[test]
+fn tensors_of_classes_of_their_own_that_no_reader_finds_again_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let small = "../torch_save/subclasses/small.pt";
+    let one = "../torch_save/subclasses/one";
+    let target = path(&folder, "x");
+    let refused = |arguments: &[&str], name: &str| {
+        dcp(arguments).fails(2, &[name, "torchao.", "--to torch-save", "--dequantize DTYPE"]);
+        assert!(!folder.path().join("x").join(".metadata").exists(), "{arguments:?}");
+    };
+    refused(&["convert", small, &target, "--to=dcp"], "w.signed");
+    refused(&["reshard", small, &target, "--ranks=2"], "w.signed");
+    refused(&["convert", small, &target, "--to=dcp", "--dry-run"], "w.signed");
+    refused(&["convert", one, &target, "--to=dcp", "--compress=zstd"], "\"w\"");
+    // Both ways out, and a tensor that is found.
+    dcp(["convert", small, &target, "--to=dcp", "--dequantize=bf16"]).ok();
+    dcp(["verify", "--deep", &target]).ok();
+    dcp(["convert", small, &path(&folder, "again.pt"), "--to=torch-save"]).ok();
+    let found = path(&folder, "found");
+    dcp(["convert", one, &path(&folder, "one.pt")]).ok();
+    dcp(["convert", &path(&folder, "one.pt"), &found, "--to=dcp"]).ok();
+    dcp(["verify", "--deep", &found]).ok();
+    dcp(["diff", one, &found]).ok();
+}
+
+/// `ShardedTensor` contains a class of four numbers, which Python pickles as a `getattr`.
+#[test]
+fn the_file_of_a_rank_of_fsdp1_is_sound() {
+    let sharded = "../torch_save/sharded_tensors/rank_0.bin";
+    assert_eq!(dcp(["verify", "--deep", sharded, "--json"]).json()["ok"], true);
 }

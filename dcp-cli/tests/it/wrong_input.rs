@@ -297,3 +297,25 @@ fn a_log_that_cannot_be_written_is_lost_and_ends_no_command() {
         assert_eq!(status.code(), Some(0), "{flags:?}");
     }
 }
+
+/// Names and sizes of files as Orbax writes them, in a step and in the folder of a manager.
+#[test]
+fn a_folder_of_orbax_is_named_as_that() {
+    let folder = tempfile::tempdir().unwrap();
+    for (place, file) in [
+        ("step", "_CHECKPOINT_METADATA"),
+        ("ocdbt", "manifest.ocdbt"),
+        ("manager/10", "_CHECKPOINT_METADATA"),
+    ] {
+        let step = folder.path().join(place);
+        fs::create_dir_all(step.join("d")).unwrap();
+        fs::write(step.join(file), "{}").unwrap();
+        fs::write(step.join("d/0"), "x").unwrap();
+    }
+    for place in ["step", "ocdbt", "manager"] {
+        let place = path(&folder, place);
+        for arguments in [&["inspect", &*place][..], &["verify", &place], &["stats", &place]] {
+            dcp(arguments).fails(1, &["is a checkpoint of Orbax"]);
+        }
+    }
+}

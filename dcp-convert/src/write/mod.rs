@@ -11,6 +11,7 @@ pub(crate) mod target;
 pub(crate) mod to_hf;
 pub(crate) mod to_safetensors;
 pub(crate) mod to_torch_save;
+pub(crate) mod wrapped_tensors;
 pub(crate) mod written;
 
 pub use dcp_formats::safetensors::RAW;

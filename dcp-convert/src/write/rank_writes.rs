@@ -30,17 +30,19 @@ pub(crate) async fn commit(
 }
 
 /// Begins the save, and assigns a placement to every item. In a group, rank 0 does, and all get the
-/// plans.
+/// plans. `listed` changes the index of the placed items before any rank writes.
 pub(crate) async fn begin<'a>(
     writer: &'a dyn StorageWriter,
     locals: &[SavePlan],
     global: &mut GlobalPlan,
+    listed: impl FnOnce(&mut CheckpointMetadata) -> Result<(), ConvertError>,
     options: &JobOptions,
 ) -> Result<(Option<SaveRun<'a>>, Vec<WritePlan>), ConvertError> {
     let (mut save, mut plans) = (None, None);
     if options.is_coordinator() {
         let begun = SaveRun::begin(writer).await?;
         plans = Some(begun.place(locals, global).map_err(ConvertError::unwritable)?);
+        listed(&mut global.metadata)?;
         save = Some(begun);
     }
     let plans = match &options.group {

@@ -29,6 +29,7 @@ use crate::write::division::{Division, FirstAxis, Owner, candidates};
 use crate::write::on_ranks::share_of;
 use crate::write::rank_writes::{NotWritten, begin, byte_lens, commit, write};
 use crate::write::stored_data_source::{CheckpointData, FirstRead, Part};
+use crate::write::wrapped_tensors::{refuse_rank_parts, refuse_unreadable};
 use crate::write::written::ConversionReport;
 
 /// Objects with more encoded bytes than this are encoded again when they are written.
@@ -82,7 +83,8 @@ pub async fn reshard(
 ///
 /// # Errors
 ///
-/// When the checkpoint is inconsistent or damaged, there are 0 ranks or more than [`MAX_RANKS`],
+/// When the checkpoint is inconsistent or damaged, it has [parts of one rank](crate::refuse_rank_parts())
+/// or tensors of subclasses that could not be read again, there are 0 ranks or more than [`MAX_RANKS`],
 /// the division does not cover a tensor, or writing fails. The target is then unchanged.
 pub async fn divide(
     source: &Source,
@@ -99,14 +101,13 @@ pub async fn divide(
     let source = with_quantizers(CheckedSource::new(source, options), holds).await?;
     let metadata = source.metadata().await?;
     refuse_unsound(&metadata)?;
+    refuse_rank_parts(&metadata)?;
     let job = Job::prepare(&source, writer, &metadata, division, options).await?;
     let (locals, data) = job.all_ranks(division)?;
     let mut global = DefaultSavePlanner::new().global_plan(&locals)?;
     let total = byte_lens(&global, &locals).into_iter().fold(0, u64::saturating_add);
-    let (save, plans) = begin(writer, &locals, &mut global, options).await?;
-    if save.is_some() {
-        list_as_tensors(&metadata, &mut global.metadata)?;
-    }
+    let listed = |planned: &mut CheckpointMetadata| list_as_tensors(&metadata, planned);
+    let (save, plans) = begin(writer, &locals, &mut global, listed, options).await?;
     let callables = job.callables.clone();
     if options.dry_run {
         return Ok(report(&global, callables)
@@ -154,7 +155,11 @@ fn list_as_tensors(
         let object = planned.get(fqn)?.as_object()?;
         Some((Arc::clone(fqn), tensor, object.placement, object.path.clone()))
     });
-    for (fqn, tensor, placement, path) in wrapped.collect::<Vec<_>>() {
+    let wrapped: Vec<_> = wrapped.collect();
+    let named: Vec<_> =
+        wrapped.iter().map(|(fqn, tensor, at, _)| (&**fqn, &***tensor, *at)).collect();
+    refuse_unreadable(&named, planned)?;
+    for (fqn, tensor, placement, path) in wrapped {
         let mut entry = TensorEntry::new(tensor.dtype, tensor.shape.clone());
         let offsets = vec![0; tensor.shape.ndim()];
         let pushed = entry.chunks.push(&offsets, &tensor.shape, placement);

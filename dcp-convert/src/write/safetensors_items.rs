@@ -11,9 +11,9 @@ use serde_json::json;
 use crate::error::ConvertError;
 use crate::integrity::check::refuse_unsound;
 use crate::integrity::checked_source::CheckedSource;
-use crate::keys::select::list;
 use crate::read::ties::ties;
 use crate::write::stored_data_source::Part;
+use crate::write::wrapped_tensors::refuse_wrapped;
 use crate::write::written::ConversionReport;
 
 /// The key of the header's `__metadata__` that lists omitted objects, as a JSON list of FQNs.
@@ -119,29 +119,4 @@ impl Outgoing {
         }
         header
     }
-}
-
-/// Fails when tensors of subclasses, which are objects here, would be omitted.
-fn refuse_wrapped(metadata: &CheckpointMetadata) -> Result<(), ConvertError> {
-    let wrapped = metadata.iter().filter_map(|(fqn, entry)| {
-        let tensor = entry.as_object()?.tensor.as_ref()?;
-        Some((format!("{fqn:?} ({})", tensor.class), &*tensor.class))
-    });
-    let (names, classes): (Vec<_>, Vec<_>) = wrapped.unzip();
-    if names.is_empty() {
-        return Ok(());
-    }
-    let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    let advice = if classes.iter().any(|class| class.ends_with(".DTensor")) {
-        "a DTensor is one rank's part: load the files of all ranks in PyTorch, and save them with \
-         torch.distributed.checkpoint"
-    } else {
-        "`Destination::to` dcp and `Destination::to` torch-save keep them as they are, `Conversion::dequantize` makes plain numbers of \
-         those of torchao that are known"
-    };
-    let problem = format!(
-        "are tensors of classes of their own, which a safetensors file cannot hold; {advice}; \
-         `Keys::exclude` leaves them out"
-    );
-    Err(ConvertError::no_form(list(&names), problem))
 }

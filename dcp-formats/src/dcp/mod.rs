@@ -31,6 +31,7 @@ pub use names::data_file;
 pub use reader::{DcpReader, DcpReaderBuilder};
 pub use sidecar::{Sidecar, SidecarFile};
 pub use split::FileLayout;
+pub use wrapped::shows_wrapped;
 pub use write::prepare_tensor_file;
 pub use writer::{DcpWriter, DcpWriterBuilder};
 #[cfg(feature = "zstd")]

@@ -48,10 +48,28 @@ fn suspect(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Option<Placem
     let chunk = tensor.chunks.get(0).filter(|_| tensor.chunks.len() == 1)?;
     let whole = chunk.sizes == &*tensor.shape && chunk.offsets.iter().all(|offset| *offset == 0);
     let placement = chunk.placement.filter(|_| whole)?;
-    let encoding = metadata.encoding(&placement)?;
+    let elements = tensor.byte_len().unwrap_or(u64::MAX);
+    is_found(metadata, &placement, elements).then_some(placement)
+}
+
+/// Whether readers examine an archive that the index lists as a tensor with `elements` bytes.
+fn is_found(metadata: &CheckpointMetadata, placement: &Placement, elements: u64) -> bool {
+    let Some(encoding) = metadata.encoding(placement) else { return false };
     let plain = encoding.layout == Layout::TorchArchive && encoding.transforms.is_empty();
-    let short = is_too_short(placement.byte_len, tensor.byte_len().unwrap_or(u64::MAX));
-    (plain && short).then_some(placement)
+    plain && is_too_short(placement.byte_len, elements)
+}
+
+/// Whether a reader finds this tensor of a subclass, once the index lists it as PyTorch does: as a
+/// tensor. Its archive must be shorter than that of a plain tensor, and uncompressed.
+#[must_use]
+pub fn shows_wrapped(
+    metadata: &CheckpointMetadata,
+    placement: &Placement,
+    tensor: &WrappedTensor,
+) -> bool {
+    let volume = tensor.shape.checked_volume();
+    let elements = volume.and_then(|n| n.checked_mul(tensor.dtype.size() as u64));
+    is_found(metadata, placement, elements.unwrap_or(u64::MAX))
 }
 
 type Found = (Arc<str>, Placement, WrappedTensor);

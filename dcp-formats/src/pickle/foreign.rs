@@ -98,7 +98,7 @@ impl Pickle<'_> {
         if is_in(INSTANCES, module, name) && !self.is_called(number) {
             return Trust::Harmless;
         }
-        if (module, name) == ("builtins", "getattr") && self.only_enumerates(number) {
+        if (module, name) == ("builtins", "getattr") && self.only_gets_known(number) {
             return Trust::Harmless;
         }
         Trust::of(module, name)
@@ -536,21 +536,31 @@ mod tests {
 
     /// Python 3.11 pickles members of enumerations so, as in a `ShardedTensor` of FSDP1.
     #[test]
-    fn getattr_is_harmless_for_members_of_enumerations_alone() {
+    fn getattr_is_harmless_for_members_of_enumerations_and_a_nested_class_alone() {
         const CLASS: &str =
             "ctorch.distributed._shard.sharded_tensor.metadata\nMEM_FORMAT_ENCODING\n";
-        let dangers = |class: &str, name: &str, rest: &str| {
+        const SHARDED: &str = "ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\n";
+        let dangers = |class: &str, name: &str, rest: &[u8]| {
             let len = char::from(u8::try_from(name.len()).unwrap());
-            let pickle = format!("cbuiltins\ngetattr\n({class}X{len}\0\0\0{name}tR{rest}.");
-            let found = names(pickle.as_bytes());
+            let call = format!("cbuiltins\ngetattr\n({class}X{len}\0\0\0{name}tR");
+            let found = names(&[call.as_bytes(), rest, b"."].concat());
             found.iter().filter(|(_, _, trust)| *trust == Trust::Dangerous).count()
         };
-        assert_eq!(dangers(CLASS, "TORCH_CONTIGUOUS_FORMAT", ""), 0);
-        assert_eq!(dangers(CLASS, "mro", ""), 1);
-        assert_eq!(dangers(CLASS, "__class__", ""), 1);
-        assert_eq!(dangers("ctorch\nFloatStorage\n", "FROM", ""), 1);
-        assert_eq!(dangers(CLASS, "FORMAT", "0cbuiltins\ngetattr\n"), 1);
-        assert_eq!(dangers(CLASS, "FORMAT", "(cbuiltins\ngetattr\nt"), 1);
+        assert_eq!(dangers(CLASS, "TORCH_CONTIGUOUS_FORMAT", b""), 0);
+        assert_eq!(dangers(CLASS, "mro", b""), 1);
+        assert_eq!(dangers(CLASS, "__class__", b""), 1);
+        assert_eq!(dangers("ctorch\nFloatStorage\n", "FROM", b""), 1);
+        assert_eq!(dangers(SHARDED, "ProcessGroupState", b""), 0);
+        // Made without a call, with a state.
+        assert_eq!(dangers(SHARDED, "ProcessGroupState", b")\x81}b"), 0);
+        for name in ["ProcessGroupState.__init__", "ProcessGroup", "PROCESS", "__init__", "mro"] {
+            assert_eq!(dangers(SHARDED, name, b""), 1, "{name}");
+        }
+        assert_eq!(dangers(CLASS, "ProcessGroupState", b""), 1);
+        assert_eq!(dangers("ctorch.distributed\nShardedTensor\n", "ProcessGroupState", b""), 1);
+        assert_eq!(dangers(SHARDED, "ProcessGroupState", b"0cbuiltins\ngetattr\n"), 1);
+        assert_eq!(dangers(CLASS, "FORMAT", b"0cbuiltins\ngetattr\n"), 1);
+        assert_eq!(dangers(CLASS, "FORMAT", b"(cbuiltins\ngetattr\nt"), 1);
     }
 
     #[test]

@@ -24,6 +24,11 @@ const ENUMERATIONS: &[(&str, &str)] = &[
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
 ];
 
+/// A class that another one contains, which Python pickles as `getattr` of that and a name in protocols
+/// before 4. `ProcessGroupState` stores four numbers.
+const NESTED_CLASSES: &[((&str, &str), &str)] =
+    &[(("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"), "ProcessGroupState")];
+
 /// The replacement of an object.
 enum Replacement {
     /// The argument of its class, as for a member of an enumeration.
@@ -90,9 +95,10 @@ impl Pickle<'_> {
         replaced
     }
 
-    /// Whether `getattr` is called for nothing but members of known enumerations, which Python 3.11
-    /// and later pickle in this way: `getattr(MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")`.
-    pub(super) fn only_enumerates(&self, getattr: u32) -> bool {
+    /// Whether `getattr` is called for nothing but known nested classes and members of known
+    /// enumerations, which Python 3.11 and later pickle in this way: `getattr(MEM_FORMAT_ENCODING,
+    /// "TORCH_CONTIGUOUS_FORMAT")`.
+    pub(super) fn only_gets_known(&self, getattr: u32) -> bool {
         let is_it = |id: NodeId| matches!(self.node(id), Node::Global(of) if *of == getattr);
         let is_member = |name: &str| {
             let constant =
@@ -101,9 +107,11 @@ impl Pickle<'_> {
         };
         let looks_up = |args: &[NodeId]| match args {
             [class, name] => {
-                let known =
-                    self.global_name(*class).is_some_and(|name| ENUMERATIONS.contains(&name));
-                known && self.str(*name).is_some_and(is_member)
+                let Some((class, name)) = self.global_name(*class).zip(self.str(*name)) else {
+                    return false;
+                };
+                ENUMERATIONS.contains(&class) && is_member(name)
+                    || NESTED_CLASSES.contains(&(class, name))
             }
             _ => false,
         };

@@ -4,6 +4,7 @@ mod job_error;
 mod options;
 mod other_names;
 mod run_config;
+mod stated_sizes;
 
 use std::sync::Arc;
 

@@ -7,7 +7,7 @@ use dcp_convert::integrity::{ForeignCallable, admit_callables};
 use dcp_convert::jobs::get::Found;
 use dcp_convert::read::read_object;
 use dcp_convert::view::Assembled;
-use dcp_convert::{ConversionReport, JobOptions, Source, divide, find};
+use dcp_convert::{ConversionReport, JobOptions, Source, divide, find, refuse_rank_parts};
 use dcp_core::metadata::Entry;
 use dcp_core::path::PathItem;
 use dcp_core::value::Dict;
@@ -59,6 +59,7 @@ pub async fn to_torch_dist(
     options: &JobOptions,
 ) -> Result<ConversionReport, MegatronError> {
     let metadata = source.metadata().await?;
+    refuse_rank_parts(&metadata)?;
     let nested = nested(source, &metadata).await?;
     let mut writer = writer;
     if !writer.has_common() {

@@ -6,6 +6,7 @@ mod disk;
 mod kills;
 mod notes;
 mod protected;
+mod rivals;
 mod support;
 
 use std::collections::BTreeMap;

@@ -1,0 +1,157 @@
+//! Configurations that contradict the tensors which already have transformers' names.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use crate::model_folder::weights;
+use crate::support::{dcp, path};
+
+type Tensors = Vec<(String, Vec<usize>)>;
+
+/// The tensors of a Llama of 2 layers: hidden size 16, 4 heads of 4, 2 for keys, 32 in the MLP, 40 tokens.
+fn llama() -> Tensors {
+    let mut all = vec![
+        ("model.embed_tokens.weight".to_owned(), vec![40, 16]),
+        ("model.norm.weight".to_owned(), vec![16]),
+        ("lm_head.weight".to_owned(), vec![40, 16]),
+    ];
+    for layer in 0..2 {
+        for (name, shape) in [
+            ("self_attn.q_proj", vec![16, 16]),
+            ("self_attn.k_proj", vec![8, 16]),
+            ("self_attn.v_proj", vec![8, 16]),
+            ("self_attn.o_proj", vec![16, 16]),
+            ("mlp.gate_proj", vec![32, 16]),
+            ("mlp.up_proj", vec![32, 16]),
+            ("mlp.down_proj", vec![16, 32]),
+            ("input_layernorm", vec![16]),
+            ("post_attention_layernorm", vec![16]),
+        ] {
+            all.push((format!("model.layers.{layer}.{name}.weight"), shape));
+        }
+    }
+    all
+}
+
+fn config() -> Value {
+    json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16,
+        "intermediate_size": 32, "vocab_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": false,
+    })
+}
+
+fn changed(changes: &Value) -> Value {
+    let mut config = config();
+    let all = config.as_object_mut().unwrap();
+    for (name, value) in changes.as_object().unwrap() {
+        all.insert(name.clone(), value.clone());
+    }
+    config
+}
+
+struct Models(tempfile::TempDir);
+
+impl Models {
+    /// Converts weights with a configuration, and returns the arguments.
+    fn convert(&self, tensors: &Tensors, config: &Value) -> crate::support::Run {
+        let at = |name: &str| path(&self.0, name);
+        fs::create_dir_all(at("config")).unwrap();
+        fs::write(at("config/config.json"), config.to_string()).unwrap();
+        let all: Vec<_> =
+            tensors.iter().map(|(name, shape)| (&**name, "F32", 4, &**shape)).collect();
+        weights(self.0.path().join("w.safetensors").as_path(), &all, &Value::Null);
+        let _ = fs::remove_dir_all(at("out"));
+        dcp([
+            "-q",
+            "convert",
+            &at("w.safetensors"),
+            &at("out"),
+            "--to=hf",
+            "--config",
+            &at("config"),
+        ])
+    }
+
+    fn refused(&self, tensors: &Tensors, config: &Value, texts: &[&str]) {
+        self.convert(tensors, config).fails(2, texts);
+        assert!(!self.0.path().join("out").exists(), "{config}");
+    }
+}
+
+#[test]
+fn a_configuration_that_contradicts_the_shapes_is_refused() {
+    let models = Models(tempfile::tempdir().unwrap());
+    models.convert(&llama(), &config()).ok();
+    models.convert(&llama(), &changed(&json!({"head_dim": 4}))).ok();
+    for (changes, texts) in [
+        (json!({"hidden_size": 32}), ["hidden_size 32", "has 16 on its axis"]),
+        (json!({"intermediate_size": 64}), ["intermediate_size 64", "has 32 on its axis 0"]),
+        (
+            json!({"vocab_size": 48}),
+            ["vocab_size 48", "embed_tokens.weight\" has 40 on its axis 0"],
+        ),
+        (json!({"vocab_size": 32}), ["vocab_size 32", "has 40 on its axis 0"]),
+        (json!({"num_hidden_layers": 3}), ["num_hidden_layers 3", "the tensors have 2 layers"]),
+        (json!({"num_hidden_layers": 1}), ["num_hidden_layers 1", "the tensors have 2 layers"]),
+        (json!({"num_attention_heads": 8}), ["num_key_value_heads * head_dim 4", "has 8"]),
+        (json!({"num_key_value_heads": 4}), ["num_key_value_heads * head_dim 16", "has 8"]),
+        (json!({"num_key_value_heads": null}), ["num_key_value_heads * head_dim 16", "has 8"]),
+        (json!({"head_dim": 8}), ["num_attention_heads * head_dim 32", "has 16"]),
+        (json!({"attention_bias": true}), ["attention_bias true", "no bias beside"]),
+        (json!({"mlp_bias": true}), ["mlp_bias true", "no bias beside"]),
+        (json!({"model_type": "qwen2"}), ["model_type \"qwen2\"", "no bias beside"]),
+        (json!({"model_type": "mixtral"}), ["model_type \"mixtral\"", "no experts"]),
+    ] {
+        models.refused(&llama(), &changed(&changes), &texts);
+    }
+}
+
+#[test]
+fn output_weights_that_a_configuration_ties_to_others_are_refused() {
+    let models = Models(tempfile::tempdir().unwrap());
+    let without = |removed: &str| -> Tensors {
+        llama().into_iter().filter(|(name, _)| name != removed).collect()
+    };
+    let tied = changed(&json!({"tie_word_embeddings": true}));
+    let mut other = without("lm_head.weight");
+    models.convert(&other, &tied).ok();
+    models.refused(&other, &config(), &["tie_word_embeddings false", "no \"lm_head.weight\""]);
+    let classes = json!({"architectures": ["LlamaModel"]});
+    models.convert(&other, &changed(&classes)).ok();
+    other.push(("lm_head.weight".to_owned(), vec![44, 16]));
+    models.refused(&other, &tied, &["vocab_size 40", "\"lm_head.weight\" has 44"]);
+    // A layer in the middle is missing.
+    let mut gap = without("");
+    for (name, _) in &mut gap {
+        *name = name.replace("layers.1.", "layers.2.");
+    }
+    let three = changed(&json!({"num_hidden_layers": 3}));
+    models.refused(&gap, &three, &["num_hidden_layers 3", "2 layers, the last", "number 2"]);
+    // Weights that were packed have other shapes.
+    let packed =
+        json!({"hidden_size": 32, "quantization_config": {"quant_method": "bitsandbytes"}});
+    models.convert(&llama(), &changed(&packed)).ok();
+}
+
+#[test]
+fn a_configuration_of_another_family_is_named_as_that() {
+    let models = Models(tempfile::tempdir().unwrap());
+    let gpt2 = json!({"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "vocab_size": 40,
+                      "n_head": 4, "n_positions": 8});
+    models.refused(
+        &llama(),
+        &gpt2,
+        &["no tensor but \"lm_head.weight\" has a name of that family"],
+    );
+    let mut weights: Tensors = vec![
+        ("transformer.wte.weight".to_owned(), vec![40, 16]),
+        ("transformer.wpe.weight".to_owned(), vec![8, 16]),
+        ("transformer.h.0.attn.c_attn.weight".to_owned(), vec![16, 48]),
+        ("transformer.h.0.mlp.c_fc.weight".to_owned(), vec![16, 64]),
+    ];
+    models.convert(&weights, &gpt2).ok();
+    weights[1].1 = vec![16, 16];
+    models.refused(&weights, &gpt2, &["n_positions 8", "wpe.weight\" has 16"]);
+}

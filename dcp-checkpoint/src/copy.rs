@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dcp_convert::jobs::copy::{Comparing, CopyFiles, CopyReport};
+use dcp_convert::open::RunEntry;
 use dcp_convert::{JobOptions, Source};
 use dcp_core::registry::Access;
 use dcp_core::storage::{Claim, LeftoverAction, ObjectMeta};
@@ -28,8 +29,10 @@ use crate::overlap_guard::keep_urls_apart;
 use crate::rollback::Rollback;
 use crate::same_place::{SharedTarget, Work, is_token, same_files};
 use crate::text::count;
-use crate::uri::local_path;
+use crate::uri::{below, local_path};
 
+/// Incomplete checkpoints of a run that are noted one by one.
+const NOTES_MAX: usize = 8;
 /// The most checkpoints of a run that are claimed at once; each claim keeps two files open.
 const CLAIMS_MAX: usize = 128;
 
@@ -210,7 +213,35 @@ impl Copying<'_> {
             }
         }
         drop(held);
-        checked.map(|()| copied).map_err(|wrong| wrong.error)
+        checked.map_err(|wrong| wrong.error)?;
+        if job.is_coordinator() && from.capabilities().listable {
+            note_incomplete(opener, &source).await;
+        }
+        Ok(copied)
+    }
+}
+
+/// Notes the checkpoints at the source of which `ls` says that they are not whole, or may not be: their copies are so,
+/// too.
+async fn note_incomplete(opener: &Opener, source: &str) {
+    // The files are copied; whether the source can be examined by now does not matter.
+    let Ok(listing) = opener.list(source).await else { return };
+    let is_known = |entry: &&RunEntry| match entry.complete {
+        Some(complete) => !complete,
+        None => entry.checkpoint.is_some(),
+    };
+    let all = listing.entries.iter().filter(is_known);
+    let all: Vec<_> = all.filter_map(|entry| Some((entry, entry.problem.as_ref()?))).collect();
+    for (entry, problem) in all.iter().take(NOTES_MAX) {
+        let uri = if entry.name == "." { source.to_owned() } else { below(source, &entry.name) };
+        let verb = if entry.complete.is_some() { "is" } else { "may be" };
+        opener.notes().say(format!("{uri:?} {verb} incomplete, and so {verb} its copy: {problem}"));
+    }
+    if let Some(more @ 1..) = all.len().checked_sub(NOTES_MAX) {
+        let more = count(more, "more checkpoint");
+        opener
+            .notes()
+            .say(format!("{more} at {source:?} may be incomplete; `Opener::list` lists them"));
     }
 }
 

@@ -2,9 +2,9 @@
 //!
 //! The reader of a format sees one index and its files. The commit of a step, a shard that no index names, a part
 //! beside the one that is opened: all this only the examination of the whole folder sees, and a target made
-//! without it would look whole. Three sources pass with a note, since their result is right: one whose missing part
-//! no selected key needs, a model beside a damaged variant or optimizer of it, and, in a job that writes plain
-//! tensors, a save of Megatron-Core without its last file.
+//! without it would look whole. Four sources pass with a note, since their result is right: one whose missing part
+//! no selected key needs, a model beside a damaged variant or optimizer of it, a checkpoint beside a damaged file that
+//! its index does not name, and, in a job that writes plain tensors, a save of Megatron-Core without its last file.
 
 use dcp_convert::JobOptions;
 use dcp_convert::keys::StatePart;

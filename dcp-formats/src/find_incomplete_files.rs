@@ -1,8 +1,8 @@
 //! Finds the incomplete files of a checkpoint, with what its indexes place in them.
 
-use dcp_core::StorageError;
 use dcp_core::format::Place;
 use dcp_core::storage::ObjectMeta;
+use dcp_core::{Key, StorageError};
 
 use crate::hf::indexed_tensors;
 use crate::incomplete_files::{IncompleteFile, incomplete_among, is_named};
@@ -20,6 +20,18 @@ const FILES_MAX: usize = 1 << 12;
 ///
 /// When the storage fails.
 pub async fn find_incomplete_files(place: &Place) -> Result<Vec<IncompleteFile>, StorageError> {
+    find_incomplete_files_where(place, |_| true).await
+}
+
+/// Finds incomplete files as [`find_incomplete_files`] does, of those for which `is_wanted` is true.
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn find_incomplete_files_where(
+    place: &Place,
+    is_wanted: impl Fn(&Key) -> bool,
+) -> Result<Vec<IncompleteFile>, StorageError> {
     let storage = &**place.storage();
     let tensors = match place.file() {
         None if !place.has_known_files() => indexed_tensors(place).await?,
@@ -30,7 +42,8 @@ pub async fn find_incomplete_files(place: &Place) -> Result<Vec<IncompleteFile>,
         None => {
             let of_checkpoint = |key| is_named(key) || tensors.has_file(key);
             let named = place.listing().objects().iter().filter(|meta| of_checkpoint(&meta.key));
-            named.filter(|meta| !place.is_known(&meta.key)).take(FILES_MAX).cloned().collect()
+            let named = named.filter(|meta| !place.is_known(&meta.key) && is_wanted(&meta.key));
+            named.take(FILES_MAX).cloned().collect()
         }
     };
     incomplete_among(storage, &files, place.file().is_some(), &tensors).await

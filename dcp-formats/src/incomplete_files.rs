@@ -48,6 +48,16 @@ impl fmt::Display for IncompleteFile {
     }
 }
 
+/// A sentence about incomplete files; `None` where there are none.
+#[must_use]
+pub fn describe(files: &[IncompleteFile]) -> Option<String> {
+    let first = files.first()?;
+    Some(match files.len() - 1 {
+        0 => first.to_string(),
+        more => format!("{first}; {more} more files are incomplete"),
+    })
+}
+
 /// The first of these files that is incomplete, as a sentence.
 pub(crate) async fn first_incomplete(
     storage: &dyn Storage,

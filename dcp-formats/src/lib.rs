@@ -47,7 +47,7 @@ mod upload;
 pub mod zarr;
 
 pub use crc_parts::CrcParts;
-pub use find_incomplete_files::find_incomplete_files;
+pub use find_incomplete_files::{find_incomplete_files, find_incomplete_files_where};
 pub use formats::formats;
 pub use headed_file::prepare_headed_file;
 pub use placed_reads::without_transforms;

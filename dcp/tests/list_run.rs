@@ -255,8 +255,8 @@ fn a_run_of_a_hundred_steps_is_listed_with_few_requests() {
         // The index of one and the beginnings of its files, and the beginning of the index of each other
         // that is examined.
         ("pytorch/fsdp2_adam_2r", "", 64 + 2),
-        // Its metadata.json, and the ends of its common.pt.
-        (megatron, "", 67 + 4),
+        // Its metadata.json, and the ends of its common.pt: for the format, and with all other files.
+        (megatron, "", 67 + 6),
         // The headers of its files, and the index that places their tensors.
         (hf, "", 71),
         // A note and the trainer's state of each.

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use dcp_convert::integrity::{Problem, ProblemKind};
 use dcp_convert::jobs::copy::Comparing;
-use dcp_convert::open::incomplete;
+use dcp_convert::open::examined;
 use dcp_convert::{JobOptions, Source};
+use dcp_core::format::Examined;
 use dcp_core::registry::Access;
 use dcp_core::text::Quoted;
 
@@ -81,7 +82,7 @@ pub(super) async fn check(
         }
         let mut lost = report.problems.into_iter().find(is_lost);
         if lost.is_none() && checkpoint.is_folder {
-            lost = checkpoint.incomplete().await?.map(without_file);
+            lost = problem_of(checkpoint.examined().await?);
         }
         if lost.is_none() {
             lost = problem_around(&opener, target, &folder).await?;
@@ -116,11 +117,12 @@ async fn problem_around(
     if found.is_none_or(|found| found.found.inner.as_deref() != Some(inner)) {
         return Ok(None);
     }
-    Ok(incomplete(&opener.formats, &place).await?.map(without_file))
+    Ok(problem_of(examined(&opener.formats, &place).await?))
 }
 
-fn without_file(message: String) -> Problem {
+/// The problem of a checkpoint that its reader does not open all the same.
+fn problem_of(examined: Examined) -> Option<Problem> {
     let mut problem = Problem::default();
-    problem.message = message;
-    problem
+    problem.message = examined.problem.filter(|_| !examined.opens)?;
+    Some(problem)
 }

@@ -6,14 +6,14 @@ use std::time::{Duration, SystemTime};
 
 use dcp_core::error::error_chain;
 use dcp_core::format::{FormatRegistry, Listing, ListingEntry, Place};
-use dcp_core::storage::{Claim, FolderEntry, ObjectMeta, StorageExt as _};
+use dcp_core::storage::{Claim, FolderEntry, LeftoverAction, ObjectMeta, StorageExt as _};
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
 use super::protect::{examine_files, worth_keeping};
 use super::retention::duration_text;
 use super::sidecar::{DELETING, Mark, PIN, mark_deleting};
-use crate::held_target::CLAIMED;
+use crate::held_target::{CLAIMED, has_locks};
 use crate::index_files::{classify, is_whole, removal_order, split_indices};
 
 /// Files of one request.
@@ -54,6 +54,27 @@ impl Gone {
     fn of(files: &[ObjectMeta]) -> Self {
         let bytes = files.iter().fold(0, |sum: u64, file| sum.saturating_add(file.byte_len));
         Self { files: files.len() as u64, bytes }
+    }
+}
+
+/// Removes the lock files and temporary files of killed savers and deletions in a folder, where the storage has
+/// claims.
+async fn remove_leftovers(storage: &dyn Storage, folder: &Key) -> Result<(), StorageError> {
+    if !has_locks(storage) {
+        return Ok(());
+    }
+    let remove = LeftoverAction::Remove;
+    match storage.leftovers(Some(folder), Duration::ZERO, remove).await {
+        // What is left then keeps the folder, and nothing else.
+        Err(error)
+            if !matches!(
+                error.kind(),
+                StorageErrorKind::Unsupported | StorageErrorKind::Denied
+            ) =>
+        {
+            Err(error)
+        }
+        _ => Ok(()),
     }
 }
 
@@ -160,8 +181,11 @@ impl Deletion<'_> {
         for batch in data.chunks(BATCH) {
             storage.delete(batch).await?;
         }
-        storage.delete(&[mark]).await?;
+        // The claims keep savers out, so that what is left is of dead ones. The mark is removed after the locks: the
+        // next deletion finishes one that is killed here.
+        remove_leftovers(storage, &folder).await?;
         drop(held);
+        storage.delete(&[mark]).await?;
         Ok(self.remove_folder(&folder).await)
     }
 
@@ -201,10 +225,12 @@ impl Deletion<'_> {
             return Ok(Some("it is pinned".to_owned()));
         }
         let mut whole = self.formats.classify(&folder).filter(is_whole);
+        let mut opens = false;
         if whole.is_some() {
             let found = examine_files(self.storage, self.formats, name, files).await?;
             if found.problem.is_some() || found.unsupported.is_some() {
                 whole = None;
+                opens = found.opens;
             }
         }
         Ok(match (why, whole) {
@@ -236,6 +262,11 @@ impl Deletion<'_> {
             },
             (Doomed::Incomplete { .. }, Some(_)) if !self.is_unfinished(name, files).await? => {
                 Some("it is complete by now".to_owned())
+            }
+            (Doomed::Incomplete { .. }, None)
+                if opens && !self.is_unfinished(name, files).await? =>
+            {
+                Some("all that its index names is whole".to_owned())
             }
             (Doomed::Incomplete { min_age, now }, _) => {
                 let age = folder.modified().and_then(|last| now.duration_since(last).ok());
@@ -277,8 +308,7 @@ impl Deletion<'_> {
         name: &str,
         files: &[ObjectMeta],
     ) -> Result<Vec<Arc<dyn Claim>>, StorageError> {
-        let capabilities = self.storage.capabilities();
-        if !capabilities.claims || capabilities.conditional_put {
+        if !has_locks(&**self.storage) {
             return Ok(Vec::new());
         }
         let listing = Listing::new(files.iter().cloned());

@@ -104,6 +104,12 @@ fn is_needed(file: &Path) -> bool {
     endings.iter().any(|ending| name.ends_with(ending))
 }
 
+/// The answer of `ls` to damage of a file: a step of OLMo-core is whole without the state of its trainer, which only a
+/// resume reads.
+fn damaged(file: &Path) -> Value {
+    if file.starts_with("train") { Value::Null } else { json!(false) }
+}
+
 /// Lengths to which a file of `len` bytes is cut. JSON ends in a newline that it does not need.
 fn cuts(file: &Path, len: usize) -> [usize; 4] {
     let is_json = file.extension().is_some_and(|ending| ending == "json");
@@ -144,7 +150,8 @@ fn a_file_that_was_cut_short_anywhere_makes_its_checkpoint_incomplete() {
             for cut in cuts(&file, len) {
                 fs::write(&path, &whole[..cut]).unwrap();
                 let (complete, problem) = state(run.path(), "step20");
-                assert_eq!(complete, false, "{what}: {file:?} of {len} bytes, cut to {cut}");
+                let shown = format!("{what}: {file:?} of {len} bytes, cut to {cut}");
+                assert_eq!(complete, damaged(&file), "{shown}");
                 assert!(!problem.is_empty());
                 assert_eq!(listed(run.path())["latest"], "step10", "{what}: {file:?} {cut}");
             }
@@ -182,7 +189,7 @@ fn a_pointer_of_git_lfs_is_no_file() {
             let whole = fs::read(&path).unwrap();
             fs::write(&path, LFS).unwrap();
             let (complete, problem) = state(run.path(), "step20");
-            assert_eq!(complete, false, "{what}: {file:?}");
+            assert_eq!(complete, damaged(&file), "{what}: {file:?}");
             assert!(problem.contains("Git LFS"), "{what}: {file:?}: {problem}");
             let uri = run.path().join("step20").display().to_string();
             let verified = dcp(["verify", "-q", &uri]);

@@ -54,6 +54,7 @@ mod sidecar;
 mod special_files;
 mod stated_config;
 mod stats;
+mod stray_files;
 mod support;
 mod terminal;
 mod torch_save;

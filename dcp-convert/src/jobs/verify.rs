@@ -17,7 +17,7 @@ use crate::integrity::callables;
 use crate::integrity::problem::{Problem, ProblemKind};
 use crate::integrity::record_audit;
 use crate::job::JobOptions;
-use crate::read::stored_items::{Placed, placed_items};
+use crate::read::stored_items::{Placed, placed_items, shared_bytes};
 use crate::source::Source;
 
 /// The result of verifying a checkpoint. Serialized, it is the output of `dcp verify --json`.
@@ -83,7 +83,9 @@ pub async fn verify(
         None => Findings::default(),
     };
     if !findings.shares_bytes {
-        shared_bytes(&metadata, &items, &mut report.problems);
+        report.problems.extend(shared_bytes(&items).into_iter().map(|(item, message)| {
+            Problem::new(ProblemKind::SharedBytes, message).at(&metadata, item)
+        }));
     }
     let sizes = file_sizes(source, &metadata, options).await?;
     let readable = files(&metadata, &items, &sizes, &mut report.problems);
@@ -219,33 +221,6 @@ fn index_problems(error: PlanError, problems: &mut Vec<Problem>) {
     let mut problem = Problem::new(kind, message);
     problem.key = key;
     problems.push(problem);
-}
-
-/// Reports items that claim bytes of others. Identical ranges may be shared; no data is lost by it.
-fn shared_bytes(metadata: &CheckpointMetadata, items: &[Placed], problems: &mut Vec<Problem>) {
-    let mut sorted: Vec<&Placed> = items.iter().filter(|i| i.placement.byte_len > 0).collect();
-    sorted.sort_by_key(|item| (item.placement.file, item.placement.byte_offset));
-    let mut furthest: Option<&Placed> = None;
-    for item in sorted {
-        let before = furthest.filter(|before| before.placement.file == item.placement.file);
-        if let Some(before) = before
-            && before.end() > item.placement.byte_offset
-            && before.placement != item.placement
-        {
-            let message = format!(
-                "its bytes {}..{} are also claimed by {:?} ({}..{})",
-                item.placement.byte_offset,
-                item.end(),
-                before.fqn,
-                before.placement.byte_offset,
-                before.end()
-            );
-            problems.push(Problem::new(ProblemKind::SharedBytes, message).at(metadata, item));
-        }
-        if before.is_none_or(|before| before.end() < item.end()) {
-            furthest = Some(item);
-        }
-    }
 }
 
 /// The length of each file, by its position in the index; `None` for a missing one.

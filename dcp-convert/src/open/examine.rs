@@ -7,12 +7,14 @@ use dcp_core::format::{
     CheckpointFormat, Examined, Folder, FolderMatch, FormatRegistry, OpenOptions, Place, Recognized,
 };
 use dcp_core::storage::StorageExt as _;
-use dcp_core::{CheckpointError, CheckpointMetadata, StorageError};
+use dcp_core::{CheckpointError, CheckpointMetadata, Key, StorageError};
 use dcp_formats::dcp::{DcpFormat, is_part_folder};
 use dcp_formats::find_incomplete_files;
 use dcp_formats::hf::{HuggingFaceFormat, INDEX_ENDING, Weights, has_variants, model_is_whole};
-use dcp_formats::incomplete_files::unwritten;
+use dcp_formats::incomplete_files::{describe, unwritten};
 use dcp_planner::validate_metadata;
+
+use crate::read::stored_items::{placed_items, shared_bytes};
 
 /// The index of PyTorch's format, and the ending of those of ranks.
 const METADATA: &str = ".metadata";
@@ -37,10 +39,11 @@ pub async fn examine_checkpoint(
     let examined = examine(formats, format, place).await?;
     let is_model = format.info().name == HuggingFaceFormat.info().name && place.file().is_none();
     // What is wrong is wrong with a variant, and loaders open the model.
-    let opens = examined.problem.is_some()
+    let is_variants = examined.problem.is_some()
         && is_model
         && has_variants(place)
         && model_is_whole(place, Weights::Main).await?;
+    let opens = examined.opens || is_variants;
     Ok(examined.with_opens(opens))
 }
 
@@ -53,6 +56,8 @@ async fn examine(
     if examined.problem.is_some() || examined.unsupported.is_some() {
         return Ok(examined);
     }
+    let other = examined.format.and_then(|name| formats.by_name(name));
+    let format = other.map_or(format, |other| &**other);
     if place.has_any_known() {
         examined.problem = unwritten_index(format, place).await?;
         if examined.problem.is_some() {
@@ -60,17 +65,35 @@ async fn examine(
         }
     }
     let files = find_incomplete_files(place).await?;
-    examined.problem = files.first().map(|first| match files.len() - 1 {
-        0 => first.to_string(),
-        more => format!("{first}; {more} more files are incomplete"),
-    });
-    if examined.problem.is_none() && !place.has_any_known() {
+    examined.problem = describe(&files);
+    if examined.problem.is_some() {
+        // A stray file is no reason to lose what the format reads without it.
+        examined.opens = examined.all_compared
+            && !files.iter().any(|one| is_indexed(examined.index.as_deref(), &one.file))
+            && (place.has_any_known()
+                || contradiction(formats, format, place, &mut examined.index).await?.is_none());
+        return Ok(examined);
+    }
+    if !place.has_any_known() {
         examined.problem = problem_of_part(formats, format, place).await?;
     }
     if examined.problem.is_none() && !place.has_any_known() {
         examined.problem = contradiction(formats, format, place, &mut examined.index).await?;
     }
     Ok(examined)
+}
+
+/// Whether an index, or one that was not read, may place tensors in a file.
+fn is_indexed(index: Option<&CheckpointMetadata>, file: &Key) -> bool {
+    // The index may be of a folder below.
+    let is_of = |named: &Key| {
+        let rest = file.as_str().strip_suffix(named.as_str());
+        rest.is_some_and(|folder| folder.is_empty() || folder.ends_with('/'))
+    };
+    match index {
+        Some(index) => index.files().iter().any(is_of),
+        None => file.file_name().ends_with(".safetensors"),
+    }
 }
 
 /// The problem of a checkpoint in a folder below a model that belongs to the same step, such as its optimizer. Other
@@ -110,6 +133,11 @@ async fn contradiction(
     index: &mut Option<Arc<CheckpointMetadata>>,
 ) -> Result<Option<String>, StorageError> {
     let folder = place.listing().root();
+    // Those of ranks are of several indexes, or of headers.
+    let items = index.as_deref().map(placed_items).unwrap_or_default();
+    if let Some((item, problem)) = shared_bytes(&items).first() {
+        return Ok(Some(format!("{:?}: {problem}", item.fqn)));
+    }
     if index.is_none() && is_by_ranks(&folder) {
         let options = OpenOptions::default().with_tolerant(true);
         let opened = async { format.open(place, &options).await?.reader.metadata().await };

@@ -8,7 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use dcp_core::error::error_chain;
 use dcp_core::format::{
-    CheckpointFormat, Evidence, Examined, Folder, FolderMatch, FormatRegistry, Listing,
+    CheckpointFormat, Evidence, Examined, Folder, FolderMatch, FormatInfo, FormatRegistry, Listing,
     ListingEntry, Place, RunTracker, natural,
 };
 use dcp_core::storage::{ObjectMeta, StorageExt};
@@ -94,6 +94,10 @@ pub struct EntryKind {
 }
 
 impl EntryKind {
+    fn of(format: FormatInfo, is_file: bool) -> Self {
+        Self { format: format.name, title: format.title, is_file }
+    }
+
     /// The name of the format, such as `olmo`.
     #[must_use]
     pub fn format(self) -> &'static str {
@@ -174,7 +178,7 @@ fn entry(
     let info = format.info();
     RunEntry {
         name: name.to_owned(),
-        kind: EntryKind { format: info.name, title: info.title, is_file },
+        kind: EntryKind::of(info, is_file),
         complete: Some(true),
         problem: None,
         step: last_number(name),
@@ -391,8 +395,12 @@ async fn examine(formats: &FormatRegistry, place: &Place, listed: &mut [Listed])
         }
     }
     let whole = examine_each(formats, place, firsts.into_iter().map(|one| (one, false))).await;
-    let is_whole = |of: usize| whole.get(of).copied().unwrap_or(false);
-    examine_each(formats, place, others.into_iter().map(|(of, one)| (one, is_whole(of)))).await;
+    let others = others.into_iter().map(|(of, one)| {
+        let kind = whole.get(of).copied().flatten();
+        one.entry.kind = kind.unwrap_or(one.entry.kind);
+        (one, kind.is_some())
+    });
+    examine_each(formats, place, others).await;
 }
 
 /// Whether two folders are checkpoints of one format with files of the same names and lengths.
@@ -411,19 +419,19 @@ fn below(entry: &RunEntry) -> Option<&str> {
 }
 
 /// Examines checkpoints, each with whether another one of the same files was found whole. Returns
-/// for each whether it is.
+/// the kind of each that is whole.
 async fn examine_each(
     formats: &FormatRegistry,
     place: &Place,
     listed: impl Iterator<Item = (&mut Listed, bool)>,
-) -> Vec<bool> {
+) -> Vec<Option<EntryKind>> {
     let examined = listed.map(|(one, known)| async move {
         let found = match place_of(place, &one.entry, known) {
             Ok(place) => examine_checkpoint(formats, &*one.format, &place).await,
             Err(error) => Err(error),
         };
-        note(&mut one.entry, found);
-        one.entry.complete == Some(true)
+        note(formats, &mut one.entry, found);
+        (one.entry.complete == Some(true)).then_some(one.entry.kind)
     });
     let parallelism = usize::from(place.storage().capabilities().parallelism.max(1));
     let examined: Vec<_> = examined.collect();
@@ -442,9 +450,12 @@ fn place_of(place: &Place, entry: &RunEntry, known: bool) -> Result<Place, Stora
 }
 
 /// Notes what a look at a checkpoint has found.
-fn note(entry: &mut RunEntry, found: Result<Examined, StorageError>) {
+fn note(formats: &FormatRegistry, entry: &mut RunEntry, found: Result<Examined, StorageError>) {
     match found {
         Ok(found) => {
+            if let Some(other) = found.format.and_then(|name| formats.by_name(name)) {
+                entry.kind = EntryKind::of(other.info(), entry.kind.is_file);
+            }
             entry.ephemeral = found.ephemeral;
             entry.version = found.version;
             if let Some(description) = found.unsupported {

@@ -45,3 +45,32 @@ pub(crate) fn placed_items(metadata: &CheckpointMetadata) -> Vec<Placed> {
     items.sort_by_key(|item| (item.placement.file, item.placement.byte_offset));
     items
 }
+
+/// The items that claim bytes of others, each with a sentence about that. Identical ranges may be shared; no data is
+/// lost by it.
+pub(crate) fn shared_bytes(items: &[Placed]) -> Vec<(&Placed, String)> {
+    let mut sorted: Vec<&Placed> = items.iter().filter(|i| i.placement.byte_len > 0).collect();
+    sorted.sort_by_key(|item| (item.placement.file, item.placement.byte_offset));
+    let (mut shared, mut furthest) = (Vec::new(), None::<&Placed>);
+    for item in sorted {
+        let before = furthest.filter(|before| before.placement.file == item.placement.file);
+        if let Some(before) = before
+            && before.end() > item.placement.byte_offset
+            && before.placement != item.placement
+        {
+            let message = format!(
+                "its bytes {}..{} are also claimed by {:?} ({}..{})",
+                item.placement.byte_offset,
+                item.end(),
+                before.fqn,
+                before.placement.byte_offset,
+                before.end()
+            );
+            shared.push((item, message));
+        }
+        if before.is_none_or(|before| before.end() < item.end()) {
+            furthest = Some(item);
+        }
+    }
+    shared
+}

@@ -132,6 +132,12 @@ pub struct Examined {
     /// The other program that it belongs to, where that shows only now, as the predicate of a sentence: no
     /// job opens it, and whether it is whole is unknown.
     pub unsupported: Option<String>,
+    /// The name of the format that it belongs to instead, where that shows only now: this examination is then one
+    /// of that format.
+    pub format: Option<&'static str>,
+    /// Whether the format has compared every file that its reader needs. A problem of another file in the folder
+    /// then concerns a resume alone, and the checkpoint [opens](Self::opens).
+    pub all_compared: bool,
     /// Whether the trainer may remove it when a later one is there, where it says so.
     pub ephemeral: Option<bool>,
     /// The version of the program that wrote it, where it says so.
@@ -145,8 +151,9 @@ pub struct Examined {
 impl PartialEq for Examined {
     fn eq(&self, other: &Self) -> bool {
         let facts = |one: &Self| {
-            let Self { problem, opens, unsupported, ephemeral, version, index: _ } = one.clone();
-            (problem, opens, unsupported, ephemeral, version)
+            let one = one.clone();
+            let outcome = (one.problem, one.opens, one.unsupported, one.format, one.all_compared);
+            (outcome, one.ephemeral, one.version)
         };
         facts(self) == facts(other)
     }
@@ -171,6 +178,20 @@ impl Examined {
     #[must_use]
     pub fn with_opens(mut self, opens: bool) -> Self {
         self.opens = opens;
+        self
+    }
+
+    /// Sets [`format`](Self::format).
+    #[must_use]
+    pub fn with_format(mut self, format: Option<&'static str>) -> Self {
+        self.format = format;
+        self
+    }
+
+    /// Sets [`all_compared`](Self::all_compared).
+    #[must_use]
+    pub fn with_all_compared(mut self, all_compared: bool) -> Self {
+        self.all_compared = all_compared;
         self
     }
 

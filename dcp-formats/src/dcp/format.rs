@@ -17,7 +17,6 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, Key, Storage, StorageError, StorageErrorKind,
     StorageReader as _, StorageWriter,
 };
-
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 
 use super::names::{METADATA, Named};
@@ -234,7 +233,7 @@ impl CheckpointFormat for DcpFormat {
                 return Ok(found);
             }
         }
-        Ok(Examined::default())
+        Ok(Examined::default().with_all_compared(true))
     }
 
     async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {
@@ -335,8 +334,9 @@ impl CheckpointTarget for DcpFormat {
 /// Compares the index of one checkpoint with its files, or the indexes of ranks that saved without
 /// collectives, each of which names the files of its rank.
 async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
+    let sound = Examined::default().with_all_compared(true);
     if place.has_known_files() {
-        return Ok(Examined::default());
+        return Ok(sound);
     }
     let folder = place.listing().root();
     let indexes: Vec<_> = match folder.file(METADATA) {
@@ -359,7 +359,7 @@ async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
         index = found.index;
     }
     // The index of one rank has a part of the tensors.
-    Ok(Examined::default().with_index(index.filter(|_| folder.has(METADATA))))
+    Ok(sound.with_index(index.filter(|_| folder.has(METADATA))))
 }
 
 async fn examine_index(

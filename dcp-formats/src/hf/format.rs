@@ -9,10 +9,11 @@ use dcp_core::format::{
     OpenOptions, OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker,
     UnfinishedSave,
 };
-use dcp_core::text::counted;
+use dcp_core::text::{Quoted, counted};
 use dcp_core::{CheckpointError, CheckpointMetadata, StorageError, StorageReader as _};
 
 use super::complete::UNFINISHED_NAME;
+use super::finding::{Finding, FindingKind};
 use super::index_file::INDEX_NAME;
 use super::indexed_files::{examine_index_file, examine_indexes};
 use super::layout::SINGLE_NAME;
@@ -102,6 +103,32 @@ impl Files {
     }
 }
 
+/// Whether several files without an index are read as one model, and none declares parts of tensors by its name.
+fn may_repeat(folder: &Folder<'_>) -> bool {
+    let is_whole = |name: &str| name.ends_with(super::ENDING) && !name.starts_with("shard-");
+    let has_index = folder.files().any(|(name, _)| IndexName::parse(name).is_some());
+    !has_index && folder.files().filter(|(name, _)| is_whole(name)).count() > 1
+}
+
+/// Finds a tensor that is in several files. Each of the files is read by its own name, so that nothing is lost.
+async fn examine_repeated(place: &Place) -> Result<Examined, StorageError> {
+    let reader = HfReader::builder(Arc::clone(place.storage())).tolerant(true).build();
+    let findings = match reader.findings().await {
+        Ok(findings) => findings,
+        Err(CheckpointError::Storage(error)) => return Err(error),
+        // The headers are compared one by one.
+        Err(_) => return Ok(Examined::default()),
+    };
+    let repeated = findings.iter().find(|finding| finding.kind == FindingKind::Twice);
+    let problem = repeated.map(|Finding { fqn, file, message, .. }| {
+        let file = file.as_ref().map_or_else(String::new, |file| format!("{file}: "));
+        let fqn = fqn.as_ref().map_or_else(String::new, |fqn| format!("{}: ", Quoted(fqn)));
+        format!("{file}{fqn}{message}")
+    });
+    let opens = problem.is_some();
+    Ok(Examined::new(problem).with_opens(opens))
+}
+
 #[async_trait]
 impl CheckpointFormat for HuggingFaceFormat {
     fn info(&self) -> FormatInfo {
@@ -156,7 +183,13 @@ impl CheckpointFormat for HuggingFaceFormat {
         }
         match place.file() {
             Some(file) => examine_index_file(place, file).await,
-            None => examine_indexes(place).await,
+            None => {
+                let examined = examine_indexes(place).await?;
+                match examined == Examined::default() && may_repeat(&place.listing().root()) {
+                    true => examine_repeated(place).await,
+                    false => Ok(examined),
+                }
+            }
         }
     }
 

@@ -3,37 +3,32 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_convert::JobOptions;
-use dcp_core::error::error_chain;
 use dcp_core::format::{
     CheckpointFormat, CheckpointTarget, Evidence, Examined, Existing, Folder, FormatInfo,
     FormatRegistry, Occupant, OccupantRun, OpenOptions, OpenedCheckpoint, Peek, Place, Recognized,
     RunSelection, RunTracker, UnfinishedSave, WriterOptions,
 };
-use dcp_core::storage::{ObjectMeta, StorageExt as _};
+use dcp_core::storage::StorageExt as _;
 use dcp_core::text::Quoted;
 use dcp_core::{CheckpointError, CheckpointMetadata, Storage, StorageError, StorageWriter};
 use dcp_formats::dcp::{DcpFiles, DcpFormat};
-use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer, lfs_pointer};
-use dcp_formats::torch_save::FILE_ENDINGS;
+use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
 
 use crate::disk::common_state::{COMMON_FILE, COMMON_OBJECT};
 use crate::disk::config::{CheckpointingConfig, METADATA_JSON};
 use crate::disk::file_hashes::INTEGRITY_FILE;
-use crate::disk::manifest::verify_manifest;
 use crate::disk::recovery::{HALF_REPLACED, RECORD, recovered};
 use crate::disk::tracker::{TRACKER, Tracked};
-use crate::error::MegatronError;
-use crate::object_grids::object_grids;
-use crate::open::checkpoint::{MegatronCheckpoint, MegatronOpenOptions, is_machine};
+use crate::open::checkpoint::{MegatronCheckpoint, MegatronOpenOptions};
+use crate::open::examine::{
+    NEMO_WEIGHTS, examine_one, has_data, has_rank_folders, is_committed, names_backend, owns,
+};
 use crate::open::legacy::folders::missing_folder;
 use crate::open::select::select;
 use crate::writer::MegatronWriter;
 
 /// The name of the format.
 const NAME: &str = "megatron";
-/// The folder of a checkpoint of NeMo that holds Megatron-Core's.
-const NEMO_WEIGHTS: &str = "weights";
 /// Bytes of a tracker that are read.
 const TRACKER_BYTES: u64 = 64;
 
@@ -53,22 +48,16 @@ pub(crate) fn is_other_run(folder: &Folder<'_>) -> bool {
         && !folder.folders().any(|below| Tracked::of_folder(below.name()).is_some())
 }
 
-/// Whether there is a folder of a rank, as `--ckpt-format torch` writes them.
-fn has_rank_folders(folder: &Folder<'_>) -> bool {
-    folder.folders().any(|below| {
-        let is_torch = |name: &str| FILE_ENDINGS.iter().any(|ending| name.ends_with(ending));
-        below.name().starts_with("mp_rank_") && below.files().any(|(name, _)| is_torch(name))
-    })
-}
-
-/// Whether the `metadata.json` in a folder is Megatron-Core's, where it was read. Other programs
-/// have files of this name too, but no common state with it.
+/// Whether the `metadata.json` in a folder is Megatron-Core's, where it was read. Other programs write files of that
+/// name, too; one that cannot be parsed is Megatron-Core's beside its files, if no other format is committed there.
 fn is_ours(folder: &Folder<'_>) -> Option<bool> {
-    let json = folder.peeked(METADATA_JSON)?;
-    let len = folder.file(METADATA_JSON)?.byte_len;
-    let names_backend = serde_json::from_slice::<serde_json::Value>(json)
-        .map_or(len <= Peek::BYTES_MAX, |json| json.get("sharded_backend").is_some());
-    Some(names_backend || folder.has(COMMON_FILE))
+    let byte_len = folder.file(METADATA_JSON)?.byte_len;
+    let json = match byte_len {
+        0 => &[],
+        _ => &**folder.peeked(METADATA_JSON)?,
+    };
+    let is_damaged = || byte_len <= Peek::BYTES_MAX && has_data(folder) && !is_committed(folder);
+    Some(names_backend(json).unwrap_or_else(is_damaged) || folder.has(COMMON_FILE))
 }
 
 /// Recognizes a checkpoint by the names of its files, with what it lacks; `None` for a folder
@@ -79,9 +68,7 @@ fn checkpoint(folder: &Folder<'_>) -> Option<Recognized> {
     let has_json = folder.has(METADATA_JSON);
     // With the record, the folder is read as it was or as it will be.
     let index = has_json || folder.has(RECORD) && dcp.is_committed();
-    let arrays = || folder.folders().any(|below| below.has(".zarray"));
-    let common = folder.has(COMMON_FILE);
-    let data = dcp.is_any() || arrays();
+    let (common, data) = (folder.has(COMMON_FILE), has_data(folder));
     let is_index = match is_ours(folder) {
         Some(ours) => ours,
         None => index && (common || data),
@@ -154,7 +141,8 @@ impl CheckpointFormat for MegatronCoreFormat {
                 false => DcpFormat.examine(&weights).await?,
             };
             found.problem = found.problem.map(|problem| format!("{NEMO_WEIGHTS}: {problem}"));
-            return Ok(found);
+            // The folder around it is NeMo's.
+            return Ok(found.with_format(None));
         }
         examine_one(place).await
     }
@@ -197,7 +185,8 @@ impl CheckpointFormat for MegatronCoreFormat {
         folder: &Folder<'_>,
         metadata: &CheckpointMetadata,
     ) -> Option<UnfinishedSave> {
-        if folder.has(METADATA_JSON) || !folder.has(".metadata") {
+        let is_foreign = is_ours(folder) == Some(false);
+        if !folder.has(".metadata") || folder.has(METADATA_JSON) && !is_foreign {
             return None;
         }
         let inside = CheckpointingConfig::torch_dist_with_common_inside();
@@ -205,15 +194,24 @@ impl CheckpointFormat for MegatronCoreFormat {
             ("a common.pt", CheckpointingConfig::torch_dist())
         } else if metadata.get(COMMON_OBJECT).is_some() {
             ("a common_state", inside)
-        } else if folder.has(INTEGRITY_FILE) {
+        } else if folder.has(INTEGRITY_FILE) && !is_foreign {
             ("an integrity.json", inside)
         } else {
             return None;
         };
-        let description = format!(
-            "has {evidence} but no {METADATA_JSON}, which Megatron-Core writes last: the save did \
-             not finish, or the file was not copied"
-        );
+        let lost = match (is_foreign, folder.peeked(METADATA_JSON)) {
+            (true, Some(json)) if is_lfs_pointer(json) => {
+                format!("its {METADATA_JSON} {LFS_PROBLEM}")
+            }
+            (true, _) => format!(
+                "its {METADATA_JSON} cannot be read as Megatron-Core's: the file was damaged, or replaced"
+            ),
+            (false, _) => format!(
+                "no {METADATA_JSON}, which Megatron-Core writes last: the save did not finish, or \
+                 the file was not copied"
+            ),
+        };
+        let description = format!("has {evidence} but {lost}");
         let remedy = format!(
             "take another iteration; if only the file was lost, put it back: {}; its tensors alone \
              can be had with `Destination::to` safetensors",
@@ -223,15 +221,7 @@ impl CheckpointFormat for MegatronCoreFormat {
     }
 
     fn owns(&self, folder: &Folder<'_>, name: &str) -> bool {
-        let own = [METADATA_JSON, COMMON_FILE, INTEGRITY_FILE, RECORD, NEMO_WEIGHTS];
-        if own.contains(&name) || DcpFormat.owns(folder, name) {
-            return true;
-        }
-        let Some(below) = folder.folder(name) else { return false };
-        // Arrays of zarr, and objects of sharded state dicts.
-        let is_objects =
-            || below.files().next().is_some_and(|(file, _)| file.starts_with("shard_"));
-        name.starts_with("mp_rank_") || below.has(".zarray") || is_objects()
+        owns(folder, name)
     }
 
     fn occupant(&self, folder: &Folder<'_>) -> Option<Occupant> {
@@ -325,118 +315,11 @@ impl CheckpointTarget for MegatronCoreFormat {
     }
 }
 
-/// Compares the index and the common state of one checkpoint with its files.
-async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
-    let folder = place.listing().root();
-    if place.has_known_files() {
-        return Ok(Examined::default());
-    }
-    let Some(config) = folder.file(METADATA_JSON) else {
-        return match has_rank_folders(&folder) {
-            true => Ok(Examined::new(problem_of_opening(place).await?)),
-            false => Ok(Examined::default()),
-        };
-    };
-    let config = match described(place, config).await? {
-        Ok(config) => config,
-        Err(problem) => return Ok(Examined::new(Some(format!("the {METADATA_JSON} {problem}")))),
-    };
-    let is_zarr = config.sharded.is("zarr");
-    if !is_zarr && !config.sharded.is("torch_dist") {
-        let backend = config.sharded;
-        return Ok(Examined::of_other_program(format!(
-            "was written by the backend {backend} of Megatron-Core, which is not read"
-        )));
-    }
-    if let Some(problem) = problem_of_manifest(place).await? {
-        return Ok(Examined::new(Some(problem)));
-    }
-    if is_zarr || !DcpFiles::of(&folder).is_any() {
-        // Each array of zarr has a description of its own.
-        return Ok(Examined::new(problem_of_opening(place).await?));
-    }
-    let stored = DcpFormat.examine(place).await?;
-    if stored.problem.is_some() {
-        return Ok(stored);
-    }
-    if let Some(missing) = stored.index.as_deref().and_then(missing_object) {
-        return Ok(Examined::new(Some(missing)));
-    }
-    if folder.has(COMMON_FILE) {
-        return Ok(stored);
-    }
-    let inside = match &stored.index {
-        Some(metadata) => metadata.get(COMMON_OBJECT).is_some(),
-        None => folder.has(".metadata"),
-    };
-    match inside {
-        true => Ok(stored),
-        false => Ok(Examined::new(Some(format!("there is no {COMMON_FILE}")))),
-    }
-}
-
-/// Reads the description of a checkpoint; a problem of it is the predicate of a sentence.
-async fn described(
-    place: &Place,
-    file: &ObjectMeta,
-) -> Result<Result<CheckpointingConfig, String>, StorageError> {
-    if file.byte_len > Peek::BYTES_MAX {
-        return Ok(Err(format!("has {} bytes, more than it can have", file.byte_len)));
-    }
-    let json = place.storage().read_range(&file.key, 0..file.byte_len).await?;
-    Ok(CheckpointingConfig::parse(&json).map_err(|error| match is_lfs_pointer(&json) {
-        true => LFS_PROBLEM.to_owned(),
-        false => format!("cannot be read: {}", error.problem()),
-    }))
-}
-
-/// Returns the problem that keeps a checkpoint from being opened whole. Descriptions of arrays and
-/// pickles are read.
-async fn problem_of_opening(place: &Place) -> Result<Option<String>, StorageError> {
-    let options = MegatronOpenOptions::default().with_tolerant(true);
-    let problem = match MegatronCheckpoint::open_folder(place.storage(), &options).await {
-        Ok(opened) => {
-            let metadata = opened.stored().metadata().await;
-            let missing = || metadata.ok().and_then(|metadata| missing_object(&metadata));
-            opened.damage().first().cloned().or_else(missing)
-        }
-        Err(MegatronError::Checkpoint(CheckpointError::Storage(error))) if is_machine(&error) => {
-            return Err(error);
-        }
-        Err(error) => Some(error_chain(&error)),
-    };
-    if problem.is_some()
-        && let Some(pointer) = lfs_pointer(place).await?
-    {
-        return Ok(Some(format!("{pointer} {LFS_PROBLEM}")));
-    }
-    Ok(problem)
-}
-
-/// The problem of a grid of objects that is not complete.
-fn missing_object(metadata: &CheckpointMetadata) -> Option<String> {
-    let problem = object_grids(metadata).into_iter().next()?;
-    let key = problem.key.map_or_else(String::new, |key| format!("{}: ", Quoted(&key)));
-    Some(format!("{key}{}", problem.message))
-}
-
-/// Returns the problem of the `integrity.json`, if there is one: it cannot be read, or names a file
-/// that is missing.
-async fn problem_of_manifest(place: &Place) -> Result<Option<String>, StorageError> {
-    match verify_manifest(place.storage(), false, &JobOptions::default()).await {
-        Ok(problems) => Ok(problems.into_iter().flatten().next().map(|problem| {
-            let file = problem.file.unwrap_or_else(|| INTEGRITY_FILE.to_owned());
-            format!("{file}: {}", problem.message)
-        })),
-        Err(CheckpointError::Storage(error)) => Err(error),
-        Err(error) => Ok(Some(error_chain(&error))),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use dcp_core::Key;
     use dcp_core::format::Listing;
+    use dcp_core::storage::ObjectMeta;
 
     use super::*;
 

@@ -3,6 +3,7 @@
 mod backend;
 pub(crate) mod checkpoint;
 pub(crate) mod common_state;
+mod examine;
 mod flattened;
 pub(crate) mod format;
 pub(crate) mod legacy;

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use dcp_core::error::error_chain;
-use dcp_core::format::{Place, RunSelection};
+use dcp_core::format::{Folder, Place, RunSelection};
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{Key, StorageError};
 
 use crate::disk::config::METADATA_JSON;
 use crate::disk::tracker::{TRACKER, Tracked};
-use crate::open::format::is_other_run;
+use crate::open::format::{formats, is_other_run};
 use crate::open::run::{MegatronRun, RunCheckpoint};
 
 /// The checkpoint of a run that Megatron-LM loads: the one that the tracker names, or the last
@@ -30,6 +30,9 @@ pub(crate) async fn select(place: &Place) -> Result<Option<RunSelection>, Storag
         let folder = last.which.folder()?.to_string();
         let reason = format!("{LAST}: there is no {TRACKER}");
         return Ok(Some(RunSelection::new(RUN, Ok(folder), reason)));
+    }
+    if is_beside_another(&place.listing().root()) {
+        return Ok(None);
     }
     let tracked = run.tracked().await;
     let checkpoints = run.checkpoints().await?;
@@ -64,4 +67,11 @@ pub(crate) async fn select(place: &Place) -> Result<Option<RunSelection>, Storag
         Some(last) => found(last, format!("{LAST}: {problem}"), Some(problem)),
         None => Ok(Some(RunSelection::new(RUN, Err(problem), "").with_tracker(TRACKER, None))),
     }
+}
+
+/// Whether a folder with a tracker is a checkpoint of another format, and has no iteration that the tracker could name.
+fn is_beside_another(folder: &Folder<'_>) -> bool {
+    let is_iteration = |below: Folder<'_>| Tracked::of_folder(below.name()).is_some();
+    let found = || formats().classify(folder).map(|found| found.found);
+    !folder.folders().any(is_iteration) && found().is_some_and(|found| found.problem.is_none())
 }

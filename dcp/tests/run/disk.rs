@@ -155,6 +155,36 @@ async fn empty_folders_and_locks_of_dead_savers_are_shown_and_removed() {
     assert!(!failed.exists());
 }
 
+#[tokio::test]
+async fn locks_and_temporary_files_of_a_killed_deletion_go_with_the_folder() {
+    let place = tempfile::tempdir().unwrap();
+    let folder = |step: u64| place.path().join(format!("step-{step}"));
+    for step in [1, 2] {
+        dcp_testing::copy_folder(&fixture("pytorch/t21_plain"), &folder(step));
+    }
+    fs::create_dir(folder(1).join("model")).unwrap();
+    // Of formats that are not in the folder any more, and of a folder in it.
+    let locks = [".dcp-lock.metadata.json", ".dcp-lock.common.pt", "model/.dcp-lock.metadata"];
+    let temp = ".dcp-tmp.0000000000000000.1.2.3";
+    for name in locks.iter().chain(&[temp]) {
+        fs::write(folder(1).join(name), "").unwrap();
+    }
+    let report = on_disk(place.path()).prune().policy(KeepLast(1)).run().await.unwrap();
+    let [deleted] = &*report.deleted else { panic!("{report:?}") };
+    assert_eq!((deleted.step, deleted.folder_stays.as_deref()), (1, None));
+    assert!(!folder(1).exists());
+    // A lock that is held keeps the whole step, whatever its format.
+    dcp_testing::copy_folder(&fixture("pytorch/t21_plain"), &folder(1));
+    let storage = FsStorage::open(place.path()).unwrap();
+    let held = storage.claim(&key("step-1/.metadata")).await.unwrap();
+    let prune = || on_disk(place.path()).prune().policy(KeepLast(1)).by(StepOrder::Step);
+    let report = prune().run().await.unwrap();
+    assert!(report.deleted.is_empty() && folder(1).join(".metadata").exists(), "{report:?}");
+    drop(held);
+    assert_eq!(prune().run().await.unwrap().deleted.len(), 1);
+    assert!(!folder(1).exists());
+}
+
 /// Lets `make` put something in the place of a file of the last of four steps, and plans.
 #[cfg(unix)]
 async fn plan_with(file: &str, make: impl Fn(&Path)) -> PrunePlan {

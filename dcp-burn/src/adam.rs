@@ -168,7 +168,7 @@ impl Optimizer for BurnAdam {
             let zeros = || Tensor::zeros(like.dtype(), like.shape().clone());
             let names = MOMENTS.iter().take(if self.amsgrad { 3 } else { 2 });
             let moments = names.map(|(burn, _)| Ok((*burn, zeros()?)));
-            let moments = moments.collect::<Result<_, dcp_core::PlanError>>()?;
+            let moments = moments.collect::<Result<_, dcp_core::error::TensorError>>()?;
             states.insert(parameter.id, State { moments, steps: 0 });
         }
         Ok(self.set(states)?)

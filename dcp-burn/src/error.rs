@@ -2,7 +2,8 @@
 
 use burn_store::burn_pack;
 use dcp_core::text::{Message, Quoted};
-use dcp_core::{CheckpointError, PlanError};
+use dcp_core::CheckpointError;
+use dcp_core::error::TensorError;
 
 /// A module or an optimizer of burn cannot be saved or loaded.
 #[derive(Debug, thiserror::Error)]
@@ -38,7 +39,7 @@ pub enum BurnError {
     },
     /// The tensor does not have the size of its shape.
     #[error(transparent)]
-    Plan(#[from] PlanError),
+    Tensor(#[from] TensorError),
     /// An error of burn's own serialization.
     #[error("burn: {0}")]
     Pack(burn_pack::Error),
@@ -53,7 +54,7 @@ impl From<burn_pack::Error> for BurnError {
 impl From<BurnError> for CheckpointError {
     fn from(error: BurnError) -> Self {
         match error {
-            BurnError::Plan(error) => error.into(),
+            BurnError::Tensor(error) => error.into(),
             error => Self::application(error),
         }
     }

@@ -1,7 +1,8 @@
 //! The error of saving or loading a tensor or an optimizer of candle.
 
 use dcp_core::text::{Message, Quoted};
-use dcp_core::{CheckpointError, PlanError};
+use dcp_core::CheckpointError;
+use dcp_core::error::TensorError;
 
 /// A tensor, model or optimizer of candle cannot be saved or loaded.
 #[derive(Debug, thiserror::Error)]
@@ -48,7 +49,7 @@ pub enum CandleError {
     },
     /// A shard has another shape than its variable, or is outside its tensor.
     #[error(transparent)]
-    Plan(#[from] PlanError),
+    Tensor(#[from] TensorError),
     /// An error of candle.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
@@ -57,7 +58,7 @@ pub enum CandleError {
 impl From<CandleError> for CheckpointError {
     fn from(error: CandleError) -> Self {
         match error {
-            CandleError::Plan(error) => error.into(),
+            CandleError::Tensor(error) => error.into(),
             error => Self::application(error),
         }
     }

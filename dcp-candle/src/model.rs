@@ -55,7 +55,7 @@ impl VarMapModel {
     ///
     /// # Errors
     ///
-    /// [`CandleError::UnknownVariable`], and [`CandleError::Plan`] when the region has another size
+    /// [`CandleError::UnknownVariable`], and [`CandleError::Tensor`] when the region has another size
     /// than the variable or is outside `shape`.
     pub fn shard(
         mut self,

@@ -36,7 +36,7 @@ pub fn from_candle(tensor: &candle_core::Tensor) -> Result<Tensor, CandleError> 
 ///
 /// # Errors
 ///
-/// As [`from_candle`], and [`CandleError::Plan`] when region and candle tensor have different sizes.
+/// As [`from_candle`], and [`CandleError::Tensor`] when region and candle tensor have different sizes.
 pub fn shard_from_candle(
     tensor: &candle_core::Tensor,
     shape: impl Into<Dims>,

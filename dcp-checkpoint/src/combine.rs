@@ -238,18 +238,16 @@ impl Average<'_> {
                 }
                 _ => Ok((source, view)),
             })
-            .map_err(|error| {
-                match error {
-            ConvertError::Disagreement { structure: true, .. } => Error::from(error).with_hint(
-                "`Keys::include`, `Keys::exclude` and `Keys::rename` choose keys that all checkpoints have in one \
-                 shape; `DiffOptions::keys_only` lists the others",
-            ),
-            ConvertError::Disagreement { .. } => Error::from(error).with_hint(
-                "`Keys::include` 'model.*' leaves the rest of a training state out; `AverageOptions::non_float` \
-                 takes what has no average from the first checkpoint",
-            ),
-            error => error.into(),
-        }
+            .map_err(|error| match error {
+                ConvertError::Disagreement { structure: true, .. } => Error::from(error).with_hint(
+                    "`Keys::include`, `Keys::exclude` and `Keys::rename` choose keys that all \
+                 checkpoints have in one shape; `DiffOptions::keys_only` lists the others",
+                ),
+                ConvertError::Disagreement { .. } => Error::from(error).with_hint(
+                    "`Keys::include` 'model.*' leaves the rest of a training state out; \
+                 `AverageOptions::non_float` takes what has no average from the first checkpoint",
+                ),
+                error => error.into(),
             })?;
         let mut report = self.destination.write(&source, first, how, job).await?;
         if let Some(note) = unconfigured {

@@ -327,8 +327,9 @@ impl From<ConvertError> for Error {
                 (ErrorKind::InvalidOption, Some(hint.to_owned()))
             }
             ConvertError::UnknownPart { .. } => {
-                let hint = "choose keys with `Keys::include` or `Keys::exclude` (`Checkpoint::inspect` lists them), or \
-                            take all with `StatePart::Everything`";
+                let hint = "choose keys with `Keys::include` or `Keys::exclude` \
+                            (`Checkpoint::inspect` lists them), or take all with \
+                            `StatePart::Everything`";
                 (ErrorKind::Undecided, Some(hint.to_owned()))
             }
             ConvertError::NothingSelected { ref unmatched, .. } => {

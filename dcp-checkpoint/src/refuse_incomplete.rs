@@ -51,7 +51,8 @@ pub(crate) async fn refuse_incomplete(
     }
     let message = format!("{:?} is not whole: {problem}", checkpoint.uri);
     Err(Error::new(ErrorKind::Damaged, message).with_hint(
-        "copy the files again, or take another checkpoint; `Checkpoint::verify` names everything that is wrong",
+        "copy the files again, or take another checkpoint; `Checkpoint::verify` names everything \
+         that is wrong",
     ))
 }
 

@@ -84,9 +84,14 @@ impl Resharding<'_> {
                     layout.unwrap_or("a layout"),
                 );
                 let targets = self.checkpoint.opener.frameworks.targets();
-                let hint = targets.fold("say `Destination::ranks`".to_owned(), |hint, (_, target)| {
-                    format!("{hint}, or `Checkpoint::convert` to {} with `MappingOptions::arch` to make it one", target.name())
-                });
+                let hint =
+                    targets.fold("say `Destination::ranks`".to_owned(), |hint, (_, target)| {
+                        format!(
+                            "{hint}, or `Checkpoint::convert` to {} with `MappingOptions::arch` \
+                             to make it one",
+                            target.name()
+                        )
+                    });
                 Err(Error::new(ErrorKind::InvalidOption, message).with_hint(hint))
             }
             (Some(_), Some((title, _))) => {
@@ -94,8 +99,9 @@ impl Resharding<'_> {
                     "{uri:?} is a checkpoint of {title}, which equal ranks of PyTorch would not leave it"
                 );
                 Err(Error::new(ErrorKind::InvalidOption, message).with_hint(
-                    "say `MegatronTarget::tp`, `MegatronTarget::pp` and `MegatronTarget::ep` for another layout; `Destination::ranks` makes it \
-                     a checkpoint of PyTorch",
+                    "choose another layout by the options of the framework; \
+                     `Checkpoint::convert` to dcp, with `Destination::ranks`, makes it a \
+                     checkpoint of PyTorch",
                 ))
             }
             (Some(ranks), None) => {

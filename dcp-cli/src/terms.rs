@@ -100,6 +100,15 @@ pub(crate) fn of_command(message: &str) -> Cow<'_, str> {
     text
 }
 
+/// Names options in messages of a report.
+pub(crate) fn in_messages<'a>(messages: impl IntoIterator<Item = &'a mut String>) {
+    for message in messages {
+        if let Cow::Owned(text) = of_command(message) {
+            *message = text;
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;

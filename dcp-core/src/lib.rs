@@ -71,7 +71,6 @@ pub use dims::Dims;
 pub use dtype::DType;
 pub use error::{
     CheckpointError, CollectiveError, FormatError, PlanError, StorageError, StorageErrorKind,
-    TensorError,
 };
 pub use key::Key;
 pub use memory::{Buffer, HostMemory};

@@ -64,7 +64,7 @@ impl Tensor {
     /// let tensor = Tensor::from_slice(&[1.0_f32, 2.0, 3.0, 4.0], [2, 2])?;
     /// assert_eq!(tensor.dtype(), dcp_core::DType::Float32);
     /// assert_eq!(tensor.elements::<f32>()?[2], 3.0);
-    /// # Ok::<(), dcp_core::TensorError>(())
+    /// # Ok::<(), dcp_core::error::TensorError>(())
     /// ```
     ///
     /// # Errors
@@ -295,7 +295,7 @@ impl Shard {
     /// let shard = Shard::from_vec(vec![0.5_f32; 6], rows)?;
     /// let tensor = Tensor::sharded(DType::Float32, [4, 3], vec![shard])?;
     /// assert_eq!(tensor.shards()[0].to_vec_of::<f32>()?, [0.5; 6]);
-    /// # Ok::<(), dcp_core::TensorError>(())
+    /// # Ok::<(), dcp_core::error::TensorError>(())
     /// ```
     ///
     /// # Errors
@@ -392,7 +392,7 @@ impl Shard {
     /// // Rows 2 and 3 of the columns that begin at 8.
     /// let inner = Shard::new(DType::UInt8, Region::new([2, 0], [2, 4])?, vec![0; 8])?;
     /// assert_eq!(inner.translate(&[0, 8])?.region().to_string(), "[2:4, 8:12]");
-    /// # Ok::<(), dcp_core::TensorError>(())
+    /// # Ok::<(), dcp_core::error::TensorError>(())
     /// ```
     ///
     /// # Errors

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use dcp_core::dims::checked_volume;
+use dcp_core::error::TensorError;
 use dcp_core::metadata::{Entry, Layout, TensorEntry};
 use dcp_core::path::{PathItem, StatePath};
 use dcp_core::plan::{LeafKind, StateIndex, StateLeaf};
-use dcp_core::{CheckpointMetadata, PlanError, Rank, StateDict, Tensor, TensorError, Value};
+use dcp_core::{CheckpointMetadata, PlanError, Rank, StateDict, Tensor, Value};
 
 use crate::filter::KeyFilter;
 use crate::flatten::tensor_kind;

@@ -126,7 +126,7 @@ pub(crate) fn destination(local: &Tensor) -> Result<Tensor, CheckpointError> {
     Ok(fresh(local)?)
 }
 
-fn fresh(like: &Tensor) -> Result<Tensor, dcp_core::TensorError> {
+fn fresh(like: &Tensor) -> Result<Tensor, dcp_core::error::TensorError> {
     let (dtype, shape) = (like.dtype(), like.shape().clone());
     if !like.is_sharded() {
         return Tensor::zeros(dtype, shape);

@@ -24,6 +24,14 @@ const LIBRARY: [&str; 12] = [
 const OTHERS: [&str; 6] =
     ["--ckpt-format", "--exact", "--ntasks", "--profile", "--moe-layer-freq", "var(--"];
 
+/// Setters in errors of plug-ins and trainers, which no command meets.
+const OF_PROGRAMS: [&str; 4] = [
+    "GlobalPlan::left_out",
+    "Saver::cast",
+    "ShardedTensor::builder",
+    "ShardedTensor::from_rank_offsets",
+];
+
 /// The lines of code of the library, tests aside, with their places.
 fn library() -> Vec<(String, String)> {
     let mut found = Vec::new();
@@ -73,7 +81,7 @@ fn the_command_has_a_word_for_every_setter_in_a_message() {
     let mut missing = BTreeSet::new();
     for (place, line) in &lines {
         for term in line.split('`').skip(1).step_by(2).filter(|term| is_setter(term)) {
-            if !table.contains(&format!("`{term}`")) {
+            if !OF_PROGRAMS.contains(&term) && !table.contains(&format!("`{term}`")) {
                 missing.insert(format!("{place}: {term}"));
             }
         }

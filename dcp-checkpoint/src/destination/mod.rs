@@ -303,7 +303,8 @@ impl Destination {
 
     fn not_compressed(&self, format: Format) -> Error {
         let message = format!(
-            "`Destination::compression` is for {} and formats that compress as it does, and {:?} becomes {format}",
+            "`Destination::compression` is for {} and formats that compress as it does, and {:?} \
+             becomes {format}",
             Format::Dcp,
             self.uri
         );

@@ -15,6 +15,7 @@ use crate::output::progress::Bar;
 use crate::output::render::diff::{self, DiffView};
 use crate::output::summary::unmatched_notes;
 use crate::session::Session;
+use crate::terms::in_messages;
 
 /// Compare two checkpoints: keys, shapes, dtypes and values.
 ///
@@ -169,7 +170,7 @@ impl Diff {
 pub(crate) fn diff(args: &Diff, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
     let options = args.options()?;
-    let report = session
+    let mut report = session
         .run(!args.keys_only, async {
             let needed = |side| args.chooses_keys().then(|| options.needed(side));
             let a = session.open_for(&args.a, Need::Whole, needed(&options.a)).await?;
@@ -184,6 +185,7 @@ pub(crate) fn diff(args: &Diff, session: &Session) -> Result<(), Failure> {
     if !session.is_coordinator() {
         return Ok(());
     }
+    in_messages(&mut report.notes);
     if args.json {
         out.json(&report)?;
     } else if !out.quiet {

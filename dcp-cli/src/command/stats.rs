@@ -13,6 +13,7 @@ use crate::output::progress::Bar;
 use crate::output::render::stats;
 use crate::output::summary::unmatched_notes;
 use crate::session::Session;
+use crate::terms::in_messages;
 
 /// Show statistics of a checkpoint, and find the NaN that killed the run.
 ///
@@ -144,6 +145,7 @@ pub(crate) fn stats(args: &Stats, session: &Session) -> Result<(), Failure> {
     }
     let failed = args.fail_on.iter().any(|what| report.has((*what).into()));
     arrange(args, &mut report);
+    in_messages(&mut report.notes);
     if args.json {
         out.json(&report)?;
     } else if !out.quiet {

@@ -7,7 +7,7 @@ use crate::failure::{Exit, Failure};
 use crate::output::progress::Bar;
 use crate::output::render::problems;
 use crate::session::Session;
-use crate::terms::of_command;
+use crate::terms::in_messages;
 
 /// Check that a checkpoint is whole.
 ///
@@ -57,9 +57,7 @@ pub(crate) fn verify(args: &Verify, session: &Session) -> Result<(), Failure> {
         return Ok(());
     }
     let messages = report.problems.iter_mut().map(|problem| &mut problem.message);
-    for message in messages.chain(&mut report.notes) {
-        *message = of_command(message).into_owned();
-    }
+    in_messages(messages.chain(&mut report.notes));
     if args.json {
         out.json(&report)?;
     } else {

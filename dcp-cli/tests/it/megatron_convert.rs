@@ -100,7 +100,7 @@ fn layouts_that_do_not_fit_are_refused() {
     reshard(&source, &["--tp", "3"]).fails(2, &["cannot be divided into 3", "hint: choose other"]);
     reshard(&source, &["--pp", "3"]).fails(2, &["hint: choose another --pp", "--decoder-first"]);
     reshard(&source, &["--pp", "1", "--vpp", "2"]).fails(2, &["one pipeline stage"]);
-    reshard(&source, &["--ranks", "2"]).fails(2, &["Megatron-Core", "hint: say --tp"]);
+    reshard(&source, &["--ranks", "2"]).fails(2, &["Megatron-Core", "hint: choose another layout"]);
     reshard("fsdp2_adam_2r", &["--tp", "2"]).fails(2, &["is none", "hint: say --ranks"]);
     reshard(&megatron("gpt_dp2_dp_reshardable/ckpt"), &["--tp", "2"])
         .fails(2, &["flat buffers", "--optimizer per-parameter"]);

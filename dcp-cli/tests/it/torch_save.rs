@@ -314,7 +314,7 @@ fn tensors_of_classes_of_their_own_that_no_reader_finds_again_are_refused() {
     let one = "../torch_save/subclasses/one";
     let target = path(&folder, "x");
     let refused = |arguments: &[&str], name: &str| {
-        dcp(arguments).fails(2, &[name, "torchao.", "--to torch-save", "--dequantize DTYPE"]);
+        dcp(arguments).fails(2, &[name, "torchao.", "--to torch-save", "--dequantize makes"]);
         assert!(!folder.path().join("x").join(".metadata").exists(), "{arguments:?}");
     };
     refused(&["convert", small, &target, "--to=dcp"], "w.signed");

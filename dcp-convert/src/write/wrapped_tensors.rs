@@ -38,8 +38,8 @@ pub fn refuse_rank_parts(metadata: &CheckpointMetadata) -> Result<(), ConvertErr
     let class = first.class.rsplit('.').next().unwrap_or_default();
     let problem = format!(
         "cannot be written as whole tensors: a {class} is one rank's part; load the files of all \
-         ranks in PyTorch, and save them with torch.distributed.checkpoint; `Destination::to` torch-save keeps \
-         the parts, and `Keys::exclude` leaves them out"
+         ranks in PyTorch, and save them with torch.distributed.checkpoint; `Destination::to` \
+         torch-save keeps the parts, and `Keys::exclude` leaves them out"
     );
     Err(no_form(&parts, &problem))
 }
@@ -52,8 +52,9 @@ pub(crate) fn refuse_wrapped(metadata: &CheckpointMetadata) -> Result<(), Conver
         return Ok(());
     }
     let problem = "are tensors of classes of their own, which a safetensors file cannot hold; \
-                   `Destination::to` dcp and `Destination::to` torch-save keep them as they are, `Conversion::dequantize` makes plain \
-                   numbers of those of torchao that are known; `Keys::exclude` leaves them out";
+                   `Destination::to` dcp and `Destination::to` torch-save keep them as they are, \
+                   `Conversion::dequantize` makes plain numbers of those of torchao that are \
+                   known; `Keys::exclude` leaves them out";
     Err(no_form(&wrapped, problem))
 }
 
@@ -77,8 +78,8 @@ pub(crate) fn refuse_unreadable(
         return Ok(());
     }
     let problem = "are tensors of classes of their own that are too small, or compressed, to be \
-                   distinguished from plain ones in PyTorch's format; `Destination::to` torch-save keeps them as they \
-                   are, `Conversion::dequantize` makes plain numbers of those of torchao, `Keys::exclude` \
-                   leaves them out";
+                   distinguished from plain ones in PyTorch's format; `Destination::to` \
+                   torch-save keeps them as they are, `Conversion::dequantize` makes plain \
+                   numbers of those of torchao, `Keys::exclude` leaves them out";
     Err(no_form(&unreadable, problem))
 }

@@ -6,8 +6,9 @@ use crate::error::MappingError;
 use crate::mapping::Mapping;
 
 /// The advice where a checkpoint does not say enough of its model.
-const UNSAID: &str = "`framework::arguments` shows what the checkpoint says; `Destination::config` reads the \
-                      rest from the model's config.json, and a mapping of your own may say it";
+const UNSAID: &str = "`framework::arguments` shows what the checkpoint says; \
+                      `Destination::config` reads the rest from the model's config.json, and a \
+                      mapping of your own may say it";
 
 impl From<MappingError> for Error {
     fn from(error: MappingError) -> Self {
@@ -18,8 +19,8 @@ impl From<MappingError> for Error {
             }
             MappingError::Yaml { .. } => (
                 ErrorKind::Damaged,
-                "the file describes the model of the checkpoint; without it, `Destination::config` reads the \
-                 model's config.json",
+                "the file describes the model of the checkpoint; without it, \
+                 `Destination::config` reads the model's config.json",
             ),
             MappingError::UnknownFamily { .. } => (
                 ErrorKind::InvalidOption,
@@ -32,13 +33,14 @@ impl From<MappingError> for Error {
             ),
             MappingError::LeftOver { .. } => (
                 ErrorKind::Unmapped,
-                "`Mapping::declaration` prints a mapping to add rules to; `MappingOptions::allow_left_over` \
-                 leaves them out, and a model that uses them is then another one",
+                "`Mapping::declaration` prints a mapping to add rules to; \
+                 `MappingOptions::allow_left_over` leaves them out, and a model that uses them \
+                 is then another one",
             ),
             MappingError::Differs { .. } => (
                 ErrorKind::Unsupported,
-                "`MappingOptions::ignore_args` goes on all the same, and says so; `Destination::config` takes the \
-                 configuration that the model is opened with",
+                "`MappingOptions::ignore_args` goes on all the same, and says so; \
+                 `Destination::config` takes the configuration that the model is opened with",
             ),
             MappingError::Unsaid { .. } => (
                 ErrorKind::Undecided,

@@ -185,8 +185,9 @@ impl MappingOptions {
             let mapping = match wanted {
                 Chosen::Auto => recognize_config(&config).map_err(|error| {
                     Error::from(error).with_hint(
-                        "name one with `MappingOptions::arch`, or a TOML file of your own (`Mapping::declaration` is \
-                         one to begin with); `Architecture::Keep` keeps the names",
+                        "name one with `MappingOptions::arch`, or a TOML file of your own \
+                         (`Mapping::declaration` is one to begin with); `Architecture::Keep` \
+                         keeps the names",
                     )
                 })?,
                 Chosen::Of(mapping) => {
@@ -195,8 +196,9 @@ impl MappingOptions {
                         && mapping.program().is_none()
                     {
                         notes.say(format!(
-                            "{CONFIG} is of {own} and is read as one of {}, which `MappingOptions::arch` names; \
-                             settings that only {own} has are not among the arguments",
+                            "{CONFIG} is of {own} and is read as one of {}, which \
+                             `MappingOptions::arch` names; settings that only {own} has are not \
+                             among the arguments",
                             mapping.name(),
                             own = own.name(),
                         ));
@@ -329,8 +331,8 @@ impl MappingOptions {
         }
         if from_megatron && to == TORCH_DIST {
             let message = format!(
-                "`MappingOptions::arch` goes to Hugging Face or from there, and both {:?} and `Destination::to` torch-dist are \
-                 Megatron-Core's",
+                "`MappingOptions::arch` goes to Hugging Face or from there, and both {:?} and \
+                 `Destination::to` torch-dist are Megatron-Core's",
                 opened.uri()
             );
             return Err(Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out"));
@@ -341,8 +343,8 @@ impl MappingOptions {
         };
         if origin == Origin::HuggingFace && stays {
             let message = format!(
-                "`MappingOptions::arch` goes to Megatron-Core or from there, and neither {:?} nor `Destination::to` {to} is \
-                 Megatron-Core's",
+                "`MappingOptions::arch` goes to Megatron-Core or from there, and neither {:?} \
+                 nor `Destination::to` {to} is Megatron-Core's",
                 opened.uri()
             );
             return Err(Error::new(ErrorKind::InvalidOption, message)
@@ -376,8 +378,10 @@ async fn refuse_quantized(source: &Source) -> Result<(), Error> {
     let Some(scales) = exact.scales() else { return Ok(()) };
     let message =
         format!("the model is quantized: {scales:?} has scales, which a mapping leaves out");
-    Err(Error::new(ErrorKind::Unsupported, message)
-        .with_hint("`Conversion::dequantize` makes plain numbers of the schemes that it reads; `Architecture::Keep` keeps all names"))
+    Err(Error::new(ErrorKind::Unsupported, message).with_hint(
+        "`Conversion::dequantize` makes plain numbers of the schemes that it reads; \
+                    `Architecture::Keep` keeps all names",
+    ))
 }
 
 /// The report of the mapping as a plug-in's.
@@ -432,7 +436,8 @@ async fn recognized(source: &Source, facts: &Facts) -> Result<Mapping, Error> {
                 candidates.join(" or ")
             );
             Err(Error::new(ErrorKind::Undecided, message).with_hint(format!(
-                "say which with `MappingOptions::arch`, or `Architecture::Keep` to keep Megatron-Core's names; {}",
+                "say which with `MappingOptions::arch`, or `Architecture::Keep` to keep \
+                 Megatron-Core's names; {}",
                 families()
             )))
         }

@@ -30,7 +30,8 @@ pub(super) fn refuse_other_names(
             let message =
                 format!("config.json is of {title}, and {first:?} is a name of {program}");
             return Err(Error::new(ErrorKind::InvalidOption, message).with_hint(format!(
-                "`MappingOptions::arch` {} gives tensors the names of transformers, and the rows that go with them",
+                "`MappingOptions::arch` {} gives tensors the names of transformers, and the rows \
+                 that go with them",
                 mapping.name()
             )));
         }
@@ -48,7 +49,7 @@ pub(super) fn refuse_other_names(
         "config.json is of {title}, and {none} has a name of that family; the first is {first:?}"
     );
     Err(Error::new(ErrorKind::InvalidOption, message).with_hint(
-        "give tensors the names of transformers with `Keys::rename` or `Keys::map`, or pass `Destination::config` with the \
-         folder of this model",
+        "give tensors the names of transformers with `Keys::rename` or `Keys::map`, or pass \
+         `Destination::config` with the folder of this model",
     ))
 }

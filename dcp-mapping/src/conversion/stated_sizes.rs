@@ -266,6 +266,8 @@ impl Layers {
 
 fn contradiction(setting: &str, stated: &Value, problem: &str) -> Error {
     let message = format!("config.json has {setting} {stated}, and {problem}");
-    Error::new(ErrorKind::InvalidOption, message)
-        .with_hint("pass `Destination::config` with the folder of this model, or correct the setting in a copy")
+    Error::new(ErrorKind::InvalidOption, message).with_hint(
+        "pass `Destination::config` with the folder of this model, or correct the \
+                    setting in a copy",
+    )
 }

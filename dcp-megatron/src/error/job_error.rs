@@ -12,13 +12,14 @@ impl From<MegatronError> for Error {
             MegatronError::Convert(error) => return error.into(),
             MegatronError::FlatOptimizer { .. } => (
                 ErrorKind::Unsupported,
-                "`StatePart::WithoutOptimizer` leaves it out; `OptimizerForm::PerParameter` separates the parameters in \
-                 the buffers apart by their values",
+                "`StatePart::WithoutOptimizer` leaves it out; `OptimizerForm::PerParameter` \
+                 separates the parameters in the buffers apart by their values",
             ),
             MegatronError::Indivisible { what: "layers", .. } => (
                 ErrorKind::Unsupported,
-                "choose another `MegatronTarget::pp`, or say how many layers the first or the last stage has: \
-                 `PipelineSplit::decoder_first_pipeline_num_layers`, `PipelineSplit::decoder_last_pipeline_num_layers`",
+                "choose another `MegatronTarget::pp`, or say how many layers the first or the \
+                 last stage has: `PipelineSplit::decoder_first_pipeline_num_layers`, \
+                 `PipelineSplit::decoder_last_pipeline_num_layers`",
             ),
             MegatronError::Layout { .. } | MegatronError::Indivisible { .. } => (
                 ErrorKind::Unsupported,

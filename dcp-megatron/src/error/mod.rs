@@ -6,8 +6,9 @@ mod key_mismatch;
 
 use dcp_convert::ConvertError;
 use dcp_core::error::RankFailure;
+use dcp_core::error::TensorError;
 use dcp_core::text::{Message, Quoted};
-use dcp_core::{CheckpointError, FormatError, PlanError, Rank, StorageError, TensorError};
+use dcp_core::{CheckpointError, FormatError, PlanError, Rank, StorageError};
 
 use crate::disk::tracker::Tracked;
 use crate::layout::ParallelLayout;

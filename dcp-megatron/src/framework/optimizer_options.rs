@@ -123,9 +123,9 @@ impl OptimizerOptions {
             && let Some(problem) = shifted(opened.uri(), checkpoint, job).await?
         {
             return Err(Error::new(ErrorKind::Damaged, problem).with_hint(
-                "`OptimizerOptions::repair` takes the master parameters from the weights and resets the \
-                 moments; `StatePart::WithoutOptimizer` leaves the state out; `OptimizerOptions::allow_corrupt` writes it \
-                 as it is; the model is sound",
+                "`OptimizerOptions::repair` takes the master parameters from the weights and \
+                 resets the moments; `StatePart::WithoutOptimizer` leaves the state out; \
+                 `OptimizerOptions::allow_corrupt` writes it as it is; the model is sound",
             ));
         }
         if self.form == Some(OptimizerForm::PerParameter) {
@@ -215,8 +215,8 @@ pub(super) async fn refuse_corrupt(
         if let Some(problem) = problem(opened.uri(), checkpoint, taken, job).await? {
             return Err(Error::new(ErrorKind::Damaged, problem).with_hint(
                 "`OptimizerOptions::repair` makes a sound one of it; \
-                 `StatePart::WithoutOptimizer` leaves the state out; `OptimizerOptions::allow_corrupt` writes it as it \
-                 is; the model is sound",
+                 `StatePart::WithoutOptimizer` leaves the state out; \
+                 `OptimizerOptions::allow_corrupt` writes it as it is; the model is sound",
             ));
         }
     }

@@ -3,11 +3,12 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use dcp_core::error::TensorError;
 use dcp_core::text::Quoted;
 use dcp_core::value::Dict;
 use dcp_core::{
     CheckpointMetadata, DType, Dims, HostMemory, PlanError, Region, Shard, StateDict, Tensor,
-    TensorError, TensorView, Value,
+    TensorView, Value,
 };
 use dcp_formats::torch_save::decode_only_item;
 

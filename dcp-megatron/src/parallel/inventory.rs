@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::digest::Sha256;
+use dcp_core::error::TensorError;
 use dcp_core::plan::{PlanKey, SavePlan, TensorSpec};
-use dcp_core::{DType, Dims, PlanError, Region, TensorError};
+use dcp_core::{DType, Dims, PlanError, Region};
 
 use crate::error::MegatronError;
 use crate::sharded::ShardedTensor;

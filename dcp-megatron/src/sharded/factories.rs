@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{Dims, HostMemory, Region, Tensor, TensorError, TensorView, Value};
+use dcp_core::error::TensorError;
+use dcp_core::{Dims, HostMemory, Region, Tensor, TensorView, Value};
 
 use super::error::ShardError;
 use super::factory::{FactoryParts, ShardedTensorFactory};

@@ -1,6 +1,7 @@
 //! A rank's local part of a tensor.
 
-use dcp_core::{DType, Dims, Region, Tensor, TensorError, TensorView};
+use dcp_core::error::TensorError;
+use dcp_core::{DType, Dims, Region, Tensor, TensorView};
 
 /// A rank's part of a tensor: its memory, or a description of it.
 #[derive(Clone, Debug)]

@@ -7,11 +7,12 @@ mod merge;
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use dcp_core::error::TensorError;
 use dcp_core::plan::{
     GlobalPlan, LeafKind, PlanContext, PlanKey, SavePlan, StateIndex, TensorSpec,
 };
 use dcp_core::planner::SavePlanner;
-use dcp_core::{PlanError, Region, TensorError};
+use dcp_core::{PlanError, Region};
 
 /// The rule that chooses the rank that writes a chunk or object which several hold. One always does:
 /// PyTorch's `dedup_replicated_tensors` has no effect either (2.15).

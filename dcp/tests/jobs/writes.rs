@@ -396,7 +396,10 @@ async fn reports_have_the_notes_of_their_jobs() {
     let diff = checkpoint.diff(&checkpoint).run().await.unwrap();
     for (notes, count) in [(stats.notes, 1), (diff.notes, 2)] {
         assert_eq!(notes.len(), count, "{notes:?}");
-        assert!(notes.iter().all(|note| note.contains("`dcp verify` says what")), "{notes:?}");
+        assert!(
+            notes.iter().all(|note| note.contains("`Checkpoint::verify` says what")),
+            "{notes:?}"
+        );
     }
 }
 
@@ -407,7 +410,8 @@ async fn options_of_plug_ins_that_a_job_does_not_pass_on_are_refused() {
     let at = |name: &str| folder.path().join(name).display().to_string();
     let source = fixture("pytorch/fsdp2_adam_2r");
     let two = [open(&source).await, open(&source).await];
-    let merge = || dcp_checkpoint::merge(&two, at("merged")).to(Format::Dcp);
+    let identical = dcp_convert::view::Duplicates::Identical;
+    let merge = || dcp_checkpoint::merge(&two, at("merged")).to(Format::Dcp).duplicates(identical);
     let mapping = dcp_mapping::MappingOptions::new().untie(true);
     let repaired = dcp_megatron::framework::OptimizerOptions::new().repair(true);
     let errors = [

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::error::TensorError;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Dims, PlanError, Region, StorageReader, TensorError,
-    TensorView, Value,
+    CheckpointError, CheckpointMetadata, Dims, PlanError, Region, StorageReader, TensorView, Value,
 };
 
 use super::{Assembled, Origin, PartReader, Piece, PieceFrom};

@@ -1,9 +1,9 @@
 //! The error of saving or loading a module or an optimizer of burn.
 
 use burn_store::burn_pack;
-use dcp_core::text::{Message, Quoted};
 use dcp_core::CheckpointError;
 use dcp_core::error::TensorError;
+use dcp_core::text::{Message, Quoted};
 
 /// A module or an optimizer of burn cannot be saved or loaded.
 #[derive(Debug, thiserror::Error)]

@@ -1,8 +1,8 @@
 //! The error of saving or loading a tensor or an optimizer of candle.
 
-use dcp_core::text::{Message, Quoted};
 use dcp_core::CheckpointError;
 use dcp_core::error::TensorError;
+use dcp_core::text::{Message, Quoted};
 
 /// A tensor, model or optimizer of candle cannot be saved or loaded.
 #[derive(Debug, thiserror::Error)]

@@ -121,6 +121,12 @@ impl Error {
         })
     }
 
+    /// The message, without causes and advice.
+    #[must_use]
+    pub fn message(&self) -> &str {
+        &self.0.message
+    }
+
     /// The kind of the error, for a program.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {

@@ -71,7 +71,8 @@ impl Frameworks {
     }
 
     /// The mapping of names.
-    pub(crate) fn mapping(&self) -> Option<&dyn NameMapping> {
+    #[must_use]
+    pub fn mapping(&self) -> Option<&dyn NameMapping> {
         self.mapping.as_deref()
     }
 

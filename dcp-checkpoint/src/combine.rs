@@ -94,6 +94,7 @@ impl Merge<'_> {
         let selection = self.keys.selection(StatePart::Everything);
         let (first, all) = whole(self.checkpoints, None).await?;
         self.destination.refuse_idle_options(&first.opener, false)?;
+        self.destination.refuse_idle_config(format)?;
         let mut notes = first.opener.notes();
         let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
         let work = self.destination.work("merge", first, &self.job).await?;
@@ -185,6 +186,7 @@ impl Average<'_> {
         let selection = self.keys.selection(format.usual_part());
         let (first, all) = whole(self.checkpoints, Some(&selection.needed())).await?;
         self.destination.refuse_idle_options(&first.opener, false)?;
+        self.destination.refuse_idle_config(format)?;
         let mut notes = first.opener.notes();
         let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
         let work = self.destination.work("average", first, &self.job).await?;

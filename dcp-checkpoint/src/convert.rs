@@ -164,6 +164,7 @@ impl Conversion<'_> {
         let named = match opener.frameworks.mapping() {
             Some(mapping) => mapping.apply(source, &checkpoint, towards, &mut notes).await?,
             None => {
+                towards.refuse_idle_config()?;
                 note_own_names(&checkpoint, format, &mut notes);
                 Named::new(source)
             }

@@ -11,7 +11,8 @@ pub enum StepNaming {
     Underscore,
     /// `step40`, as OLMo-core names them.
     Plain,
-    /// `iter_0000040` and the tracker file of the run, as Megatron-LM writes them.
+    /// `iter_0000040`, as Megatron-LM names them. The tracker file that Megatron-LM reads is written where
+    /// Megatron-Core is among the [frameworks](crate::Opener::frameworks) of the run.
     Iteration,
     /// `checkpoint-40`, as the trainer of Hugging Face's transformers names them.
     Checkpoint,
@@ -65,11 +66,7 @@ impl StepNaming {
         if let Some(step) = name.strip_prefix(PLAIN).and_then(number) {
             return Some((Self::Plain, step));
         }
-        WORDS.iter().find_map(|(naming, word)| {
-            let digits = name.strip_prefix(word)?;
-            let plain = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
-            Some((*naming, digits.parse().ok().filter(|_| plain)?))
-        })
+        WORDS.iter().find_map(|(naming, word)| Some((*naming, number(name.strip_prefix(word)?)?)))
     }
 
     /// Whether a folder has the name of a step under which its save has not come to the end.

@@ -354,6 +354,17 @@ impl Value {
         if let Self::Tensor(tensor) = self { Some(tensor) } else { None }
     }
 
+    /// The attributes of an object, or the entries of a dict. `argparse.Namespace` and `types.SimpleNamespace` keep
+    /// theirs in the dict of the instance.
+    #[must_use]
+    pub fn attributes(&self) -> Option<&Dict> {
+        match self.view() {
+            Self::Dict(dict) => Some(dict),
+            Self::Object(object) => object.state.as_ref()?.as_dict(),
+            _ => None,
+        }
+    }
+
     /// The value to display: the view of an opaque value, the value itself otherwise.
     #[must_use]
     pub fn view(&self) -> &Value {

@@ -28,16 +28,7 @@ impl MegatronArgs {
     /// The attributes of a namespace, or the entries of a dict; `None` of anything else.
     #[must_use]
     pub fn from_value(value: &Value) -> Option<Self> {
-        let dict = match value.view() {
-            Value::Dict(dict) => dict,
-            // argparse.Namespace and types.SimpleNamespace keep them in the instance's dict.
-            Value::Object(object) => match object.state.as_ref()? {
-                Value::Dict(dict) => dict,
-                _ => return None,
-            },
-            _ => return None,
-        };
-        Some(Self(Arc::new(dict.clone())))
+        Some(Self(Arc::new(value.attributes()?.clone())))
     }
 
     /// All of them, in the order in which they were stored.

@@ -1,6 +1,7 @@
 //! Checkpoints of OLMo-core as a format that plugs in.
 
 use async_trait::async_trait;
+use dcp_checkpoint::run::StepNaming;
 use dcp_convert::list_run;
 use dcp_core::format::{
     CheckpointFormat, CheckpointTarget, Evidence, Examined, Folder, FormatInfo, FormatRegistry,
@@ -182,9 +183,10 @@ impl CheckpointFormat for OlmoFormat {
 /// The step number in a folder name that OLMo-core (3.0) recognizes, `step{N}`.
 #[must_use]
 pub fn olmo_step(name: &str) -> Option<u64> {
-    let digits = name.strip_prefix("step")?;
-    let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
-    digits.parse().ok().filter(|_| plain)
+    match StepNaming::parse(name) {
+        Some((StepNaming::Plain, step)) => Some(step),
+        _ => None,
+    }
 }
 
 /// The contents of a checkpoint's `.metadata.json` (OLMo-core 3.0).

@@ -8,7 +8,7 @@ use dcp_core::format::CheckpointTarget;
 
 use super::Destination;
 use crate::checkpoint::Checkpoint;
-use crate::checkpoint::framework::{Concern, FrameworkTarget, TargetLayout};
+use crate::checkpoint::framework::{Concern, FrameworkTarget, TargetLayout, refuse_idle_config};
 use crate::checkpoint::opener::Opener;
 use crate::error::{Error, ErrorKind};
 use crate::format::Format;
@@ -32,6 +32,11 @@ impl Destination {
             return Err(error.with_hint("leave it out, or use `Checkpoint::convert`"));
         }
         Ok(())
+    }
+
+    /// Refuses a folder with a configuration, in a job that applies no mapping.
+    pub(crate) fn refuse_idle_config(&self, format: Format) -> Result<(), Error> {
+        refuse_idle_config(format, self.config.as_deref())
     }
 
     /// The target of a framework that a format is, with the name of the framework's format.

@@ -377,7 +377,6 @@ mod tests {
         assert!(error.to_string().starts_with("`Destination::ranks` is for dcp"), "{error}");
         let folder = Destination::new("x").to(Format::Dcp).ranks(2);
         assert_eq!(folder.format().unwrap(), Format::Dcp);
-        drop(folder);
         for (name, to, is_refused) in [
             ("model.pt", None, true),
             ("x", Some(Format::HuggingFace), true),

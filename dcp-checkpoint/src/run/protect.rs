@@ -6,10 +6,11 @@ use std::sync::Arc;
 
 use dcp_convert::open::examine_checkpoint;
 use dcp_core::error::error_chain;
-use dcp_core::format::{Examined, Folder, FormatRegistry, Listing, Place};
+use dcp_core::format::{Evidence, Examined, Folder, FolderMatch, FormatRegistry, Listing, Place};
 use dcp_core::storage::ObjectMeta;
 use dcp_core::text::Quoted;
 use dcp_core::{Key, Storage, StorageError};
+use dcp_formats::find_incomplete_files_where;
 use dcp_formats::hf::{Weights, model_is_whole};
 use futures_util::{StreamExt, TryStreamExt, stream};
 
@@ -25,6 +26,8 @@ use crate::index_files::is_whole;
 
 /// The names of folders that have the state of an optimizer, without a model; a number may follow.
 const OPTIMIZERS: [&str; 3] = ["optim", "optimizer", "optimizers"];
+/// The ending of files that are a model without an index.
+const SHARD_ENDING: &str = ".safetensors";
 /// Checkpoints whose problems an error lists.
 const PROBLEMS_MAX: usize = 8;
 
@@ -128,7 +131,8 @@ pub(super) async fn worth_keeping(
     files: &[ObjectMeta],
 ) -> Result<Option<String>, StorageError> {
     let place = Place::folder(storage, Listing::new(files.iter().cloned()));
-    if model_is_whole(&place.below(name)?, Weights::Any).await? {
+    let step = place.below(name)?;
+    if model_is_whole(&step, Weights::Any).await? || shards_are_whole(formats, &step).await? {
         return Ok(Some("its model is whole".to_owned()));
     }
     let root = place.listing().root();
@@ -153,6 +157,20 @@ pub(super) async fn worth_keeping(
         }
     }
     Ok(None)
+}
+
+/// Whether the safetensors files of a folder are a model that needs no index: no number of a series is missing, and
+/// each file is whole.
+async fn shards_are_whole(formats: &FormatRegistry, step: &Place) -> Result<bool, StorageError> {
+    let folder = step.listing().root();
+    let is_model = |found: &FolderMatch| {
+        found.format.info().model_folders && found.found.evidence == Evidence::Files
+    };
+    if !formats.classify(&folder).is_some_and(|found| is_model(&found) && is_whole(&found)) {
+        return Ok(false);
+    }
+    let shards = |key: &Key| key.as_str().ends_with(SHARD_ENDING);
+    Ok(find_incomplete_files_where(step, shards).await?.is_empty())
 }
 
 /// Whether a folder has the state of an optimizer, by its name, such as accelerate's `optimizer_0`.

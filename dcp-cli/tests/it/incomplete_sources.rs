@@ -20,7 +20,7 @@ const JOBS: [&[&str]; 8] = [
     &["unshard", "SRC", "OUT"],
 ];
 
-fn copy(fixture: &str, to: &Path) {
+pub(crate) fn copy(fixture: &str, to: &Path) {
     dcp_testing::copy_folder(&fixtures().join(fixture), to);
 }
 
@@ -36,12 +36,12 @@ fn run(job: &[&str], source: &str, target: &str) -> crate::support::Run {
     dcp(with(job, source, target))
 }
 
-fn olmo(step: &Path) {
+pub(crate) fn olmo(step: &Path) {
     copy("../olmo/trainer/step3", step);
     copy("../olmo/fsdp2-2rank-bf16-modelonly/ckpt", &step.join("model_and_optim"));
 }
 
-fn accelerate(step: &Path) {
+pub(crate) fn accelerate(step: &Path) {
     copy("t21_plain", &step.join("pytorch_model_fsdp_0"));
     copy("fsdp2_adam_2r", &step.join("optimizer_0"));
 }

@@ -203,6 +203,26 @@ fn a_broken_step_with_a_whole_checkpoint_inside_stays() {
     assert_eq!(incomplete(&run).0, ["checkpoint-10"]);
 }
 
+/// Files of ranks have no index.
+#[test]
+fn a_stray_file_is_no_reason_to_delete_a_model_without_an_index() {
+    let zeros = "\0".repeat(64);
+    for (file, bytes) in [("done.pt", ""), ("data/mask.bin", &*zeros), ("x.ckpt", "PK\x03\x04 cut")]
+    {
+        let run = tempfile::tempdir().unwrap();
+        let step = run.path().join("checkpoint-10");
+        copy("../hf/sharded_2r/ckpt", &step);
+        copy("../hf/sharded_2r/ckpt", &run.path().join("checkpoint-20"));
+        fs::create_dir_all(step.join(file).parent().unwrap()).unwrap();
+        fs::write(step.join(file), bytes).unwrap();
+        let (gone, plan) = incomplete(&run);
+        assert_eq!(gone, [""; 0], "{file}: {plan:#}");
+        assert_eq!(reason(&plan, "checkpoint-10"), "its model is whole", "{file}");
+        fs::write(step.join("shard-00002-model-00001-of-00001.safetensors"), "cut").unwrap();
+        assert_eq!(incomplete(&run).0, ["checkpoint-10"], "{file}");
+    }
+}
+
 #[test]
 fn a_stray_file_is_no_reason_to_delete_a_whole_model() {
     let zeros = "\0".repeat(64);

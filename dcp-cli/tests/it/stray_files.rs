@@ -7,6 +7,7 @@ use std::path::Path;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::incomplete_sources::{accelerate, copy, olmo};
 use crate::support::{dcp, fixtures, path};
 
 const LFS: &[u8] = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n";
@@ -17,20 +18,6 @@ const INSIDE: &str = "../megatron/head020_basic_integrity/ckpt";
 
 /// Makes a step in a folder.
 type Make<'a> = &'a dyn Fn(&Path);
-
-fn copy(fixture: &str, to: &Path) {
-    dcp_testing::copy_folder(&fixtures().join(fixture), to);
-}
-
-fn olmo(step: &Path) {
-    copy("../olmo/trainer/step3", step);
-    copy("../olmo/fsdp2-2rank-bf16-modelonly/ckpt", &step.join("model_and_optim"));
-}
-
-fn accelerate(step: &Path) {
-    copy("t21_plain", &step.join("pytorch_model_fsdp_0"));
-    copy("fsdp2_adam_2r", &step.join("optimizer_0"));
-}
 
 fn bin(step: &Path) {
     fs::create_dir_all(step).unwrap();

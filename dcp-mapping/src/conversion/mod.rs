@@ -17,8 +17,7 @@ use dcp_convert::read::read_object;
 use dcp_convert::{JobOptions, Selection, Source};
 use dcp_core::metadata::Entry;
 use dcp_core::storage::StorageExt;
-use dcp_core::value::Dict;
-use dcp_core::{CheckpointMetadata, Key, StorageError, Value};
+use dcp_core::{CheckpointMetadata, Key, StorageError};
 use dcp_planner::KeyFilter;
 
 use crate::error::MappingError;
@@ -143,11 +142,7 @@ impl MappingOptions {
         let origin = Origin::of(opened, &source).await?;
         let Some(wanted) = self.wanted(opened, origin, to, notes)? else {
             self.refuse_idle()?;
-            if to == TORCH_DIST && config.is_some() {
-                let message = "`Destination::config` is for a mapping, and none is applied";
-                return Err(Error::new(ErrorKind::InvalidOption, message)
-                    .with_hint("say `MappingOptions::arch`, or leave it out"));
-            }
+            towards.refuse_idle_config()?;
             let target = opened.opener().framework_target(to).filter(|_| to == TORCH_DIST);
             if let Some(target) = target
                 && self.arch.is_none()
@@ -397,7 +392,7 @@ async fn facts(opened: &Checkpoint, source: &Source, notes: &mut Notes) -> Resul
         Some(of) => of.arguments().map(|args| Facts::from_dict(&args)),
         None if has_args(source).await? => {
             let args = read_object(source, "args").await?;
-            attributes(&args).map(Facts::from_dict)
+            args.attributes().map(Facts::from_dict)
         }
         None => None,
     };
@@ -407,16 +402,6 @@ async fn facts(opened: &Checkpoint, source: &Source, notes: &mut Notes) -> Resul
     let Some((facts, file)) = run_config::facts(opened).await? else { return Ok(Facts::new()) };
     notes.say(format!("the checkpoint has no arguments; {file} describes the model"));
     Ok(facts)
-}
-
-/// The attributes of a namespace, or the entries of a dict.
-fn attributes(args: &Value) -> Option<&Dict> {
-    match args.view() {
-        Value::Dict(dict) => Some(dict),
-        // argparse.Namespace and types.SimpleNamespace keep them in the instance's dict.
-        Value::Object(object) => object.state.as_ref()?.as_dict(),
-        _ => None,
-    }
 }
 
 /// Whether there are arguments of Megatron as an object of their own.

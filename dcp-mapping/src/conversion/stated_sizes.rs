@@ -58,6 +58,13 @@ const GPT2: &[(&str, Axes)] = &[
     ("layer.mlp.c_proj.weight", &[&["n_inner"], EMBEDDING]),
 ];
 
+/// Settings of GPT-2, and the names that transformers reads as the same.
+const GPT2_NAMES: &[(&str, &str)] = &[
+    ("n_embd", "hidden_size"),
+    ("n_positions", "max_position_embeddings"),
+    ("n_layer", "num_hidden_layers"),
+];
+
 /// Biases that a setting or the family decides: the setting, and the part of the names of tensors.
 const BIASES: &[(&str, &str, &str)] = &[
     ("attention_bias", ".self_attn.q_proj.weight", ".self_attn.q_proj.bias"),
@@ -73,7 +80,9 @@ struct Settings<'a> {
 impl Settings<'_> {
     /// The value of a setting, or the one that transformers uses where `config.json` has none.
     fn value(&self, setting: &str) -> Option<&Value> {
-        let stated = self.config.get(setting);
+        let other = GPT2_NAMES.iter().find(|(name, _)| *name == setting);
+        let other = other.and_then(|(_, other)| self.config.get(*other));
+        let stated = self.config.get(setting).or(other);
         stated.or_else(|| self.family.config.absent.get(setting)).filter(|value| !value.is_null())
     }
 
@@ -151,16 +160,35 @@ pub(super) fn refuse_contradictions(
             settings.refuse_shape(fqn, &tensor.shape, axes)?;
         }
     }
-    let setting = if is_gpt2 { "n_layer" } else { "num_hidden_layers" };
-    if let Some(stated) = settings.number(setting) {
-        let further = settings.number("num_nextn_predict_layers").unwrap_or(0);
-        layers.refuse_number(setting, stated, further)?;
-    }
     if !is_gpt2 {
         refuse_biases(&settings, metadata)?;
-        refuse_head(&settings, metadata)?;
     }
-    Ok(())
+    // Of chosen keys, or of one shard, nothing is missing.
+    if !has_both_ends(metadata, is_gpt2) {
+        return Ok(());
+    }
+    let setting = if is_gpt2 { "n_layer" } else { "num_hidden_layers" };
+    if let Some(stated) = settings.number(setting) {
+        // The number that transformers takes for DeepSeek-V3 without the setting.
+        let usual = u64::from(family.name() == "deepseek_v3");
+        let further = settings.number("num_nextn_predict_layers").unwrap_or(usual);
+        layers.refuse_number(setting, stated, further)?;
+    }
+    match is_gpt2 {
+        true => Ok(()),
+        false => refuse_head(&settings, metadata),
+    }
+}
+
+/// Whether there are the first and the last tensor of a model, so that what is between them should be there.
+fn has_both_ends(metadata: &CheckpointMetadata, is_gpt2: bool) -> bool {
+    let has = |fqn: &str| metadata.get(fqn).is_some();
+    match is_gpt2 {
+        true => ["", "transformer."].iter().any(|prefix| {
+            has(&format!("{prefix}wte.weight")) && has(&format!("{prefix}ln_f.weight"))
+        }),
+        false => has("model.embed_tokens.weight") && has("model.norm.weight"),
+    }
 }
 
 /// Refuses a setting of biases that tensors contradict.
@@ -192,21 +220,17 @@ fn refuse_biases(settings: &Settings<'_>, metadata: &CheckpointMetadata) -> Resu
 /// Refuses a model whose output weights are neither there nor tied, and experts that are not there.
 fn refuse_head(settings: &Settings<'_>, metadata: &CheckpointMetadata) -> Result<(), Error> {
     let has = |fqn: &str| metadata.get(fqn).is_some();
-    let is_whole = has("model.embed_tokens.weight") && has("model.norm.weight");
     let architectures = settings.config.get("architectures").and_then(Value::as_array);
-    let generates = architectures.is_none_or(|all| {
+    let generates = architectures.is_some_and(|all| {
         all.iter().filter_map(Value::as_str).all(|name| name.ends_with("ForCausalLM"))
     });
     let setting = "tie_word_embeddings";
-    if is_whole && generates && !settings.is_set(setting) && !has("lm_head.weight") {
+    if generates && !settings.is_set(setting) && !has("lm_head.weight") {
         let problem = "there is no \"lm_head.weight\"";
         return Err(contradiction(setting, &false.into(), problem));
     }
     let mut names = metadata.iter().map(|(fqn, _)| fqn);
-    if is_whole
-        && settings.family.name() == "mixtral"
-        && !names.any(|fqn| fqn.contains(".experts."))
-    {
+    if settings.family.name() == "mixtral" && !names.any(|fqn| fqn.contains(".experts.")) {
         let problem = "there are no experts";
         return Err(contradiction("model_type", &"mixtral".into(), problem));
     }
@@ -267,7 +291,6 @@ impl Layers {
 fn contradiction(setting: &str, stated: &Value, problem: &str) -> Error {
     let message = format!("config.json has {setting} {stated}, and {problem}");
     Error::new(ErrorKind::InvalidOption, message).with_hint(
-        "pass `Destination::config` with the folder of this model, or correct the \
-                    setting in a copy",
+        "pass `Destination::config` with the folder of this model, or correct the setting in a copy",
     )
 }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use dcp_checkpoint::run::StepNaming;
 use dcp_core::{FormatError, Key, StorageError};
 use serde::{Deserialize, Serialize};
 
@@ -46,9 +47,10 @@ impl Tracked {
         if name == "release" {
             return Some(Self::Release);
         }
-        let digits = name.strip_prefix("iter_")?;
-        let padded = digits.len() >= 7 && digits.bytes().all(|b| b.is_ascii_digit());
-        digits.parse().ok().filter(|_| padded).map(Self::Iteration)
+        match StepNaming::parse(name) {
+            Some((StepNaming::Iteration, iteration)) => Some(Self::Iteration(iteration)),
+            _ => None,
+        }
     }
 
     /// The iteration; `None` of a release.
@@ -70,7 +72,7 @@ impl Tracked {
     #[must_use]
     pub fn folder_name(self) -> String {
         match self {
-            Self::Iteration(iteration) => format!("iter_{iteration:07}"),
+            Self::Iteration(iteration) => StepNaming::Iteration.folder(iteration),
             Self::Release => "release".to_owned(),
         }
     }

@@ -138,10 +138,6 @@ impl FrameworkCheckpoint for MegatronCheckpoint {
         matches!(self.format(), StoredFormat::Legacy { .. })
     }
 
-    fn state(&self) -> &Dict {
-        self.common()
-    }
-
     fn arguments(&self) -> Option<Dict> {
         self.args().map(|args| args.dict().clone())
     }

@@ -429,3 +429,22 @@ async fn options_of_plug_ins_that_a_job_does_not_pass_on_are_refused() {
     assert!(error.unwrap_err().to_string().contains("is no plug-in of this program"));
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
 }
+
+/// The name of a framework's format is its target, too: what the format alone writes has no common state.
+#[tokio::test]
+async fn a_format_of_a_framework_is_written_by_the_framework() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let source = open(&fixture("megatron/tp2_basic/ckpt")).await;
+    for name in ["torch-dist", "megatron"] {
+        source.convert(at(name)).to(Format::Registered(name)).run().await.unwrap();
+        let written = open(&at(name)).await;
+        assert!(written.of_framework().unwrap().arguments().is_some(), "{name}");
+        assert!(written.verify().deep(true).run().await.unwrap().ok, "{name}");
+    }
+    // Nothing reads a configuration here.
+    let two = [open(&fixture("pytorch/t21_plain")).await];
+    let target = Destination::new(at("merged")).to(Format::Registered("torch-dist"));
+    let error = dcp_checkpoint::merge(&two, target.config("models")).run().await.unwrap_err();
+    assert!(error.message().starts_with("`Destination::config` is for a mapping"), "{error}");
+}

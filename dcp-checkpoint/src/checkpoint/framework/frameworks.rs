@@ -64,10 +64,11 @@ impl Frameworks {
         self.frameworks.iter().filter_map(|one| Some((one.name(), one.target()?)))
     }
 
-    /// The target of this name, with the name of its format.
+    /// The target of this name, or of the framework of this name, with the name of its format. What a format alone
+    /// writes for equal ranks lacks what the framework needs, so the name of the format is one of the target, too.
     #[must_use]
     pub fn target(&self, name: &str) -> Option<(&'static str, &dyn FrameworkTarget)> {
-        self.targets().find(|(_, target)| target.name() == name)
+        self.targets().find(|(format, target)| target.name() == name || *format == name)
     }
 
     /// The mapping of names.

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::{Options, PluginReport};
 use crate::checkpoint::Checkpoint;
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 use crate::format::Format;
 use crate::notes::Notes;
 
@@ -72,6 +72,28 @@ pub struct Towards<'a> {
     pub options: &'a Options,
     /// The job's use of the machine.
     pub job: &'a JobOptions,
+}
+
+impl Towards<'_> {
+    /// Refuses a folder with a configuration that nothing reads: no mapping is applied, which would take the model
+    /// from it.
+    ///
+    /// # Errors
+    ///
+    /// [`InvalidOption`](crate::ErrorKind::InvalidOption), but not for a model of Hugging Face, which gets its files.
+    pub fn refuse_idle_config(&self) -> Result<(), Error> {
+        refuse_idle_config(self.format, self.config)
+    }
+}
+
+/// As [`Towards::refuse_idle_config`].
+pub(crate) fn refuse_idle_config(format: Format, config: Option<&Path>) -> Result<(), Error> {
+    if config.is_none() || format == Format::HuggingFace {
+        return Ok(());
+    }
+    let message = "`Destination::config` is for a mapping, and none is applied";
+    Err(Error::new(ErrorKind::InvalidOption, message)
+        .with_hint("say `MappingOptions::arch`, or leave it out"))
 }
 
 /// The source of a job under the names that it gets.

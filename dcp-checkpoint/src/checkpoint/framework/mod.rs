@@ -35,6 +35,7 @@ use dcp_core::value::Dict;
 use dcp_core::{Storage, StorageError};
 
 pub use frameworks::Frameworks;
+pub(crate) use mapping::refuse_idle_config;
 pub use mapping::{NameMapping, Named, Towards};
 pub use options::{Concern, FrameworkOptions, Options};
 pub use report::PluginReport;
@@ -124,9 +125,6 @@ pub trait FrameworkCheckpoint: Any + fmt::Debug + Send + Sync {
     /// Whether its tensors are merged from files of ranks, so that no tensor names the file that it is in.
     fn is_of_ranks(&self) -> bool;
 
-    /// The state that is not sharded, with the arguments of the run, as far as there is any.
-    fn state(&self) -> &Dict;
-
     /// The arguments of the run that saved it.
     fn arguments(&self) -> Option<Dict>;
 
@@ -177,6 +175,7 @@ pub trait RunLayout: fmt::Debug + Send + Sync {
 
 /// A job whose source is prepared.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Preparation<'a> {
     /// The options of the job.
     pub options: &'a Options,

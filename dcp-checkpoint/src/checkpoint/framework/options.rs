@@ -76,7 +76,7 @@ impl Options {
     }
 
     /// Sets the options of this type, in place of earlier ones.
-    pub fn set<T: FrameworkOptions>(&mut self, options: T) {
+    pub(crate) fn set<T: FrameworkOptions>(&mut self, options: T) {
         let id = TypeId::of::<T>();
         self.0.retain(|(there, _)| *there != id);
         self.0.push((id, Arc::new(options)));

@@ -67,6 +67,7 @@ pub trait TargetLayout: fmt::Debug + Send + Sync {
 
 /// A request to write a target.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct TargetRequest<'a> {
     /// The [object](FrameworkTarget::required_object) that the framework needs, where the chosen keys leave it
     /// out.

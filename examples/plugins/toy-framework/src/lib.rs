@@ -48,7 +48,6 @@ pub struct ToyDescription {
 #[derive(Debug)]
 struct ToyCheckpoint {
     source: Source,
-    state: Dict,
 }
 
 #[async_trait]
@@ -63,7 +62,7 @@ impl Framework for Toy {
 
     fn checkpoint(&self, opened: &OpenedCheckpoint) -> Option<Arc<dyn FrameworkCheckpoint>> {
         let source = Source::new(Arc::clone(&opened.storage), Arc::clone(&opened.reader));
-        Some(Arc::new(ToyCheckpoint { source, state: Dict::new() }))
+        Some(Arc::new(ToyCheckpoint { source }))
     }
 
     async fn prepare(
@@ -113,10 +112,6 @@ impl FrameworkCheckpoint for ToyCheckpoint {
 
     fn is_of_ranks(&self) -> bool {
         false
-    }
-
-    fn state(&self) -> &Dict {
-        &self.state
     }
 
     fn arguments(&self) -> Option<Dict> {

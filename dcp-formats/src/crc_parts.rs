@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use crc32fast::Hasher;
+use dcp_core::FormatError;
 
 /// CRC-32s of disjoint parts; adjacent parts are merged.
 #[derive(Clone, Debug, Default)]
@@ -71,6 +72,15 @@ impl CrcParts {
     pub fn byte_len(&self) -> u64 {
         self.parts.iter().map(|(start, (end, _))| end - start).sum()
     }
+}
+
+/// Compares the CRC-32 of a record's data with the `expected` one; `start` is its offset, for the error.
+pub(crate) fn compare_crc32(found: u32, expected: u32, start: u64) -> Result<(), FormatError> {
+    if found == expected {
+        return Ok(());
+    }
+    let problem = format!("its CRC-32 is {found:08x}, not {expected:08x}: the data is damaged");
+    Err(FormatError::new("archive record", problem).at(start))
 }
 
 #[cfg(test)]

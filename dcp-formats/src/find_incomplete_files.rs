@@ -4,6 +4,7 @@ use dcp_core::format::Place;
 use dcp_core::storage::ObjectMeta;
 use dcp_core::{Key, StorageError};
 
+#[cfg(feature = "hf")]
 use crate::hf::indexed_tensors;
 use crate::incomplete_files::{IncompleteFile, incomplete_among, is_named};
 use crate::indexed_tensors::IndexedTensors;
@@ -47,4 +48,10 @@ pub async fn find_incomplete_files_where(
         }
     };
     incomplete_among(storage, &files, place.file().is_some(), &tensors).await
+}
+
+/// The tensors of no index: only folders of Hugging Face have some.
+#[cfg(not(feature = "hf"))]
+async fn indexed_tensors(_: &Place) -> Result<IndexedTensors, StorageError> {
+    Ok(IndexedTensors::default())
 }

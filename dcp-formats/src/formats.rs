@@ -1,18 +1,17 @@
 //! The plug-in formats of this crate.
 
-use std::sync::Arc;
-
 use dcp_core::format::FormatRegistry;
 
-use crate::dcp::DcpFormat;
-use crate::hf::HuggingFaceFormat;
-use crate::torch_save::TorchSaveFormat;
-
-/// The plug-in formats of this crate: `torch.save`, folders and files of safetensors, PyTorch DCP.
+/// The plug-in formats of this crate, of those that its features compile: `torch.save`, folders and files of
+/// safetensors, PyTorch DCP.
 #[must_use]
 pub fn formats() -> FormatRegistry {
-    FormatRegistry::empty()
-        .with(Arc::new(TorchSaveFormat))
-        .with(Arc::new(HuggingFaceFormat))
-        .with(Arc::new(DcpFormat))
+    let formats = FormatRegistry::empty();
+    #[cfg(feature = "torch-save")]
+    let formats = formats.with(std::sync::Arc::new(crate::torch_save::TorchSaveFormat));
+    #[cfg(feature = "hf")]
+    let formats = formats.with(std::sync::Arc::new(crate::hf::HuggingFaceFormat));
+    #[cfg(feature = "torch-dcp")]
+    let formats = formats.with(std::sync::Arc::new(crate::dcp::DcpFormat));
+    formats
 }

@@ -6,29 +6,29 @@
 //! place takes two or three small requests, so every file of a checkpoint is compared, also those that
 //! no index names: a resume needs `optimizer.pt` as much as the model.
 //!
-//! A file of another kind passes. To call it damaged would have a deletion of what is incomplete delete it.
+//! A file of another kind passes, or of a format that this build does not have. To call it damaged would have a
+//! deletion of what is incomplete delete it.
 
-use std::collections::HashSet;
+#[cfg(feature = "safetensors")]
+mod safetensors;
+#[cfg(feature = "torch-save")]
+mod torch_save;
+
 use std::fmt;
 
 use dcp_core::format::Place;
 use dcp_core::storage::{ObjectMeta, StorageExt as _};
-use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
+use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 
-use crate::header_claims::HeaderClaims;
 use crate::indexed_tensors::IndexedTensors;
-use crate::safetensors::{ENDING, PREFIX_LEN, header_len};
-use crate::torch_save::{FILE_ENDINGS, check_stream, is_torch_save};
-use crate::torch_zip::{ParseStep, Sparse, check_end};
+
+pub(crate) use torch_save::is_torch_save;
 
 /// The maximum number of files that are read to find a pointer of Git LFS.
 const SMALL_FILES_MAX: usize = 64;
 /// Bytes at the start of a file that show its kind.
 const HEAD_BYTES: u64 = 512;
-/// Bytes at the end of an archive that hold its end records: 22 bytes and a comment of 64 KiB, 76 of
-/// zip64 before them.
-const TAIL_BYTES: u64 = (64 << 10) + 98;
 /// The first line of a pointer of Git LFS, which stands where the file was not fetched.
 const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 
@@ -138,7 +138,7 @@ pub fn unwritten(head: &[u8]) -> Option<&'static str> {
 /// Whether a file has the name of a kind that is compared.
 pub(crate) fn is_named(key: &Key) -> bool {
     let name = key.file_name();
-    name.ends_with(ENDING) || FILE_ENDINGS.iter().any(|ending| name.ends_with(ending))
+    safetensors::is_named(name) || torch_save::is_named(name)
 }
 
 async fn look(
@@ -168,53 +168,48 @@ async fn problem(
     if let Some(problem) = unwritten(&head) {
         return Ok(Some(problem.to_owned()));
     }
-    let is_safetensors = key.file_name().ends_with(ENDING) || tensors.has_file(key);
+    let is_safetensors = safetensors::is_named(key.file_name()) || tensors.has_file(key);
     if is_safetensors && !(by_content && is_torch_save(&head)) {
-        return safetensors_problem(storage, meta, &head, tensors).await;
+        return safetensors::problem(storage, meta, &head, tensors).await;
     }
-    if head.starts_with(b"PK\x03\x04") {
-        let start = byte_len.saturating_sub(TAIL_BYTES);
-        let tail = storage.read_range(key, start..byte_len).await?;
-        // A zip64 record may be further in front; the end record is not.
-        return Ok(match check_end(&Sparse::tail(byte_len, &tail)) {
-            Ok(ParseStep::Ready(()) | ParseStep::Need(_)) => None,
-            Err(error) => Some(format!("was cut short, or is damaged: {}", error.problem())),
-        });
+    torch_save::problem(storage, meta, &head).await
+}
+
+#[cfg(not(feature = "safetensors"))]
+mod safetensors {
+    use super::{IndexedTensors, ObjectMeta, Storage, StorageError};
+
+    pub(super) fn is_named(_: &str) -> bool {
+        false
     }
-    match check_stream(storage, key, &head).await {
-        Ok(()) => Ok(None),
-        Err(CheckpointError::Storage(error)) => Err(error),
-        Err(error) => Ok(Some(format!("was cut short, or is damaged: {error}"))),
+
+    pub(super) async fn problem(
+        _: &dyn Storage,
+        _: &ObjectMeta,
+        _: &[u8],
+        _: &IndexedTensors,
+    ) -> Result<Option<String>, StorageError> {
+        Ok(None)
     }
 }
 
-async fn safetensors_problem(
-    storage: &dyn Storage,
-    meta: &ObjectMeta,
-    head: &[u8],
-    tensors: &IndexedTensors,
-) -> Result<Option<String>, StorageError> {
-    let prefix = head.get(..PREFIX_LEN as usize).unwrap_or(head);
-    let json_len = match header_len(prefix, meta.byte_len) {
-        Ok(len) => len,
-        Err(error) => return Ok(Some(format!("has no whole header: {}", error.problem()))),
-    };
-    let json = storage.read_range(&meta.key, PREFIX_LEN..PREFIX_LEN + json_len).await?;
-    let mut placed = tensors.of_file(&meta.key);
-    let claims = match HeaderClaims::read(&json, &mut |name| placed.see(name)) {
-        Ok(claims) => claims,
-        Err(error) => return Ok(Some(format!("has no whole header: {error}"))),
-    };
-    let needed = PREFIX_LEN.saturating_add(json_len).saturating_add(claims.end);
-    let found = meta.byte_len;
-    if needed != found {
-        return Ok(Some(format!("has {found} bytes, its header needs {needed}")));
+#[cfg(not(feature = "torch-save"))]
+mod torch_save {
+    use super::{ObjectMeta, Storage, StorageError};
+
+    pub(crate) fn is_torch_save(_: &[u8]) -> bool {
+        false
     }
-    if claims.problem.is_some() || !placed.lacks_any() {
-        return Ok(claims.problem);
+
+    pub(super) fn is_named(_: &str) -> bool {
+        false
     }
-    let mut names = HashSet::new();
-    // It was read before.
-    let again = HeaderClaims::read(&json, &mut |name| _ = names.insert(name.to_owned()));
-    Ok(again.ok().and_then(|_| placed.problem(&names)))
+
+    pub(super) async fn problem(
+        _: &dyn Storage,
+        _: &ObjectMeta,
+        _: &[u8],
+    ) -> Result<Option<String>, StorageError> {
+        Ok(None)
+    }
 }

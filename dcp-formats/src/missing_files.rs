@@ -6,6 +6,9 @@ use dcp_core::{Key, StorageError, StorageErrorKind};
 
 use crate::incomplete_files::{LFS_POINTER_MAX, LFS_PROBLEM, is_lfs_pointer};
 
+/// The maximum size of an index that is read for a closer look, in bytes: 300,000 chunks. Of a larger one
+/// only the last byte is read.
+pub const EXAMINED_INDEX_MAX: u64 = 64 << 20;
 /// The maximum number of files to check per index where each takes a request: the storage was not
 /// listed.
 const REQUESTS_MAX: usize = 1024;

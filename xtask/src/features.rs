@@ -1,7 +1,7 @@
 //! Each package by itself and each of its features, as a dependent would build them; and the plug-ins
 //! outside of the workspace.
 
-use crate::{Result, process, workspace};
+use crate::{Result, formats, process, workspace};
 
 /// The number of sets in which features are checked in pairs. A package with no more features than
 /// that is checked with each alone.
@@ -10,10 +10,18 @@ const SETS: u32 = 7;
 /// Plug-ins, in a workspace of their own.
 const PLUGINS: &str = "examples/plugins";
 
-/// Checks every package alone, so that none lives from features that a sibling turns on, and packages
-/// with features without any, with each or in sets, and with all; then tests the plug-ins.
-pub(crate) fn main() -> Result {
-    for package in workspace::packages()? {
+/// Checks every package, or the one of this name, alone, so that none lives from features that a sibling turns on, and packages
+/// with features without any, with each or in sets, and with all, the formats with each alone, too; then tests
+/// the plug-ins.
+pub(crate) fn main(only: Option<&str>) -> Result {
+    let mut packages = workspace::packages()?;
+    if let Some(name) = only {
+        packages.retain(|package| package.name == name);
+        if packages.is_empty() {
+            return Err(format!("there is no package {name} in the workspace").into());
+        }
+    }
+    for package in packages {
         println!("{} in {}", package.name, package.dir.display());
         let check = |args: &[&str]| {
             process::run(
@@ -34,8 +42,11 @@ pub(crate) fn main() -> Result {
             check(&["--no-default-features", "--features", set])?;
         }
         check(&["--all-features"])?;
+        if package.name == formats::PACKAGE {
+            formats::check()?;
+        }
     }
-    plugins()
+    if only.is_some() { Ok(()) } else { plugins() }
 }
 
 /// Sets of features in which, for every two features, one set has both, one the first alone and one

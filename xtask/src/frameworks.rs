@@ -1,8 +1,8 @@
-//! What a build with some features of the facade does not contain.
+//! What a build with some features of the facade, or of the formats, does not contain.
 
 use std::collections::BTreeSet;
 
-use crate::workspace;
+use crate::{formats, workspace};
 
 /// Features of the facade, and crates that they must not bring.
 const WITHOUT: [(&str, &[&str]); 6] = [
@@ -18,10 +18,20 @@ const WITHOUT: [(&str, &[&str]); 6] = [
     ("memory", &["dcp-storage-fs", "dcp-checkpoint", "dcp-megatron", "dcp-olmo", "dcp-mapping"]),
 ];
 
-/// The crates that the facade is built from with these features.
-fn built_from(features: &str) -> BTreeSet<String> {
+/// Features of the formats, and crates that they must not bring.
+const FORMATS_WITHOUT: [(&str, &[&str]); 6] = [
+    ("safetensors", &["ciborium", "flate2", "zstd", "safetensors"]),
+    ("hf", &["ciborium", "flate2", "zstd", "safetensors"]),
+    ("zarr", &["ciborium", "flate2", "zstd", "safetensors"]),
+    ("torch-save", &["ciborium", "serde_json", "zstd", "safetensors"]),
+    ("torch-dcp", &["zstd", "safetensors"]),
+    ("safetensors-crate", &["ciborium", "flate2", "zstd"]),
+];
+
+/// The crates that a package is built from with these features.
+fn built_from(package: &str, features: &str) -> BTreeSet<String> {
     let mut cargo = workspace::cargo();
-    cargo.args(["tree", "--package", "distcp", "--no-default-features", "--features", features]);
+    cargo.args(["tree", "--package", package, "--no-default-features", "--features", features]);
     cargo.args(["--edges", "normal", "--prefix", "none", "--format", "{p}"]);
     let output = cargo.current_dir(workspace::root()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -32,7 +42,7 @@ fn built_from(features: &str) -> BTreeSet<String> {
 #[test]
 fn a_feature_brings_no_framework_but_its_own() {
     for (features, never) in WITHOUT {
-        let built = built_from(features);
+        let built = built_from("distcp", features);
         assert!(built.contains("dcp-core"), "{features}: {built:?}");
         for name in never {
             assert!(!built.contains(*name), "{features} brings {name}");
@@ -42,8 +52,19 @@ fn a_feature_brings_no_framework_but_its_own() {
 
 #[test]
 fn the_default_features_bring_every_framework() {
-    let built = built_from("default");
+    let built = built_from("distcp", "default");
     for name in ["dcp-checkpoint", "dcp-megatron", "dcp-olmo", "dcp-mapping"] {
         assert!(built.contains(name), "{name}");
+    }
+}
+
+#[test]
+fn a_format_brings_no_crate_of_another() {
+    for (features, never) in FORMATS_WITHOUT {
+        let built = built_from(formats::PACKAGE, features);
+        assert!(built.contains("dcp-core"), "{features}: {built:?}");
+        for name in never {
+            assert!(!built.contains(*name), "{features} brings {name}");
+        }
     }
 }

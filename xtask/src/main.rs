@@ -18,6 +18,7 @@ mod browser;
 mod deploy;
 mod emulators;
 mod features;
+mod formats;
 #[cfg(test)]
 mod frameworks;
 mod fuzz;
@@ -85,7 +86,7 @@ cargo xtask <command>
   shells                              completions in fish and zsh, manual pages in groff
   mpi                                 the crate for MPI, on ranks of Open MPI
   deploy                              the job files of deploy/, on a Slurm of one node where it is
-  features                            each package alone, its features, and the plug-ins
+  features [PACKAGE]                  each package alone, its features, and the plug-ins; or one package
   torture [--seeds N] [--json]        disturbs saves and commands at every operation: crashes,
                                       kills, full disks, errors, stalls; prints the counts
   readme                              runs the first command of README.md
@@ -106,7 +107,8 @@ fn main() -> ExitCode {
         ["api", ref rest @ ..] => api::main(rest),
         ["emulators", ref rest @ ..] => emulators::main(rest),
         ["deploy"] => deploy::main(),
-        ["features"] => features::main(),
+        ["features"] => features::main(None),
+        ["features", package] => features::main(Some(package)),
         ["mpi"] => mpi::main(),
         ["browser", ref rest @ ..] => browser::main(rest),
         ["shells"] => shells::main(),

@@ -25,7 +25,7 @@ use super::safetensors_files::{has_images, locate};
 use super::writer::DcpWriter;
 use crate::incomplete_files::{LFS_PROBLEM, is_lfs_pointer, unwritten};
 use crate::metadata::decode;
-use crate::missing_files::MissingFiles;
+use crate::missing_files::{EXAMINED_INDEX_MAX, MissingFiles};
 
 /// Ranks whose files are counted.
 const RANKS_MAX: usize = 1 << 16;
@@ -33,9 +33,6 @@ const RANKS_MAX: usize = 1 << 16;
 const NESTED_MAX: usize = 64;
 /// Levels below the folder that are looked at for checkpoints.
 const DEPTH_MAX: usize = 3;
-/// The maximum size of an index that is read for a closer look, in bytes: 300,000 chunks. Of a larger one
-/// only the last byte is read.
-pub const EXAMINED_INDEX_MAX: u64 = 64 << 20;
 /// The maximum number of data files of which the beginning is read, and its length in bytes.
 const FILES_MAX: usize = 1 << 12;
 const HEAD_BYTES: u64 = 64;

@@ -24,9 +24,10 @@ mod writer;
 mod zstd_encoder;
 
 pub use crate::chunk_crcs::ChunkCrcs;
+pub use crate::missing_files::EXAMINED_INDEX_MAX;
 pub use by_rank::Differing;
 pub use commit::{claim, remove_unreferenced, replace_metadata, sidecar_of};
-pub use format::{DcpFiles, DcpFormat, EXAMINED_INDEX_MAX, is_part_folder};
+pub use format::{DcpFiles, DcpFormat, is_part_folder};
 pub use names::data_file;
 pub use reader::{DcpReader, DcpReaderBuilder};
 pub use sidecar::{Sidecar, SidecarFile};

@@ -330,10 +330,10 @@ impl StorageReader for DcpReader {
             self.progress.clone(),
         );
         if self.compare_saved {
-            context.saved = Some(Arc::new(self.saved_source().await?));
+            context.archives.saved = Some(Arc::new(self.saved_source().await?));
         }
-        context.archives = Some(Arc::clone(&self.archives));
-        context.verify_parts = self.verify_parts;
+        context.archives.known = Some(Arc::clone(&self.archives));
+        context.archives.verify_parts = self.verify_parts;
         run(Arc::new(context), metadata, plan).await
     }
 }

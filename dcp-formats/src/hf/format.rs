@@ -21,7 +21,7 @@ use super::other_program::{INDEX_HEAD_BYTES, other_program};
 use super::reader::HfReader;
 use super::sidecar_files::{CONFIG_ASIDE, CONFIG_NAME};
 use super::variants::IndexName;
-use crate::torch_save::is_torch_save;
+use crate::incomplete_files::is_torch_save;
 
 /// Series of shards (`model-00001-of-00004.safetensors`) that are distinguished in one folder.
 const SERIES_MAX: usize = 64;

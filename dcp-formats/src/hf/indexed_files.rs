@@ -10,10 +10,9 @@ use super::complete::{forgotten_shard, series};
 use super::index_file::{INDEX_NAME, IndexFile, NAMES_NOTHING};
 use super::other_program::IS_DELTA;
 use super::variants::IndexName;
-use crate::dcp::EXAMINED_INDEX_MAX;
 use crate::incomplete_files::{LFS_PROBLEM, first_incomplete, is_lfs_pointer};
 use crate::indexed_tensors::IndexedTensors;
-use crate::missing_files::MissingFiles;
+use crate::missing_files::{EXAMINED_INDEX_MAX, MissingFiles};
 
 /// The maximum number of indexes that are read in one folder.
 const INDEXES_MAX: usize = 64;

@@ -10,7 +10,7 @@ use indexmap::IndexMap;
 
 use super::finding::{Finding, FindingKind};
 use super::load::{Files, Index};
-use crate::metadata::check_chunks;
+use crate::chunk_geometry::check_chunks;
 use crate::safetensors::{
     Image, RAW, RangeProblem, Ranges, RawTypes, SHARDING, SHARDING_VERSION, TIED, ties_of,
 };

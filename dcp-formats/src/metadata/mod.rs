@@ -8,11 +8,10 @@ mod attributes;
 mod class;
 mod decode;
 mod encode;
-mod geometry;
 mod places;
 mod profile;
 
+pub use crate::chunk_geometry::check_chunks;
 pub use decode::{Decoded, decode, decode_all, decode_parsed, decode_selected};
 pub use encode::encode;
-pub use geometry::check_chunks;
 pub use profile::Profile;

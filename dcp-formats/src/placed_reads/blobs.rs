@@ -11,7 +11,6 @@ use dcp_core::{
 };
 
 use super::pieces::ScatterError;
-use crate::torch_tensor::TensorLayout;
 
 /// A stored chunk or object, and the parts of it to read.
 #[derive(Debug)]
@@ -167,6 +166,7 @@ impl Blob {
         }
     }
 
+    #[cfg(feature = "torch-dcp")]
     pub(super) fn is_quantized(&self) -> bool {
         matches!(&self.content, Content::Tensor { dtype, .. } if dtype.is_quantized())
     }
@@ -181,26 +181,6 @@ impl Blob {
     /// The end of the blob in its file.
     pub(super) fn end(&self) -> u64 {
         self.placement.byte_offset.saturating_add(self.placement.byte_len)
-    }
-
-    /// Fails if the metadata and the blob disagree on dtype or shape. Bugs of PyTorch (2.15) write
-    /// such checkpoints and load wrong data from them.
-    pub(super) fn check_layout(&self, found: &TensorLayout) -> Result<(), FormatError> {
-        match &self.content {
-            Content::Tensor { dtype, sizes, .. }
-                if (found.dtype(), found.sizes()) != (*dtype, sizes) =>
-            {
-                Err(FormatError::new(
-                    "tensor",
-                    format!(
-                        "it is {} of shape {}, the metadata says {dtype} of {sizes}",
-                        found.dtype(),
-                        found.sizes()
-                    ),
-                ))
-            }
-            _ => Ok(()),
-        }
     }
 
     /// Adds the item's name, the file and the offset to an error found `at` bytes into the blob.

@@ -1,28 +1,18 @@
 //! Reads the needed bytes of large chunks straight into their destinations.
 
-use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use bytes::Bytes;
 use dcp_core::metadata::Layout;
 use dcp_core::storage::ReadInto;
 use dcp_core::text::Quoted;
 use dcp_core::{Buffer, CheckpointError, FormatError, Key, PlanError, TensorView};
-use futures_util::future::join;
 
+use super::archives::Located;
 use super::blobs::{Blob, Content, Target};
 use super::pieces::{Fetch, Fetches, Piece, Span, scatter};
-use super::{Context, compare_saved};
+use super::{Context, ExpectedCrc, archives};
 use crate::crc_parts::CrcParts;
-use crate::torch_tensor::TensorBlob;
-use crate::torch_zip::{PartialBlob, Record};
-
-/// Bytes at the beginning and end of an archive that describe its tensor.
-const HEADER_BYTES: u64 = 1024;
-/// The maximum number of bytes to read for a description at once.
-const NEED_MAX: u64 = 1 << 20;
 
 /// A request that is ready to send.
 pub(super) struct Request {
@@ -61,7 +51,7 @@ struct Destination {
 
 /// The checksums of what was read from a record, if all of it is read.
 struct Check {
-    record: Record,
+    crc: ExpectedCrc,
     /// Offset, length and CRC-32 of each range that was read.
     seen: Mutex<Vec<(u64, u64, u32)>>,
     /// The parts that earlier reads of the record found, if this one reads a part.
@@ -69,7 +59,7 @@ struct Check {
 }
 
 /// The checksums of a record that several reads share.
-type SharedParts = Arc<Mutex<CrcParts>>;
+pub(super) type SharedParts = Arc<Mutex<CrcParts>>;
 
 /// The most parts of a record that are remembered.
 const PARTS_MAX: usize = 4096;
@@ -81,26 +71,18 @@ pub(super) async fn prepare(
 ) -> Result<Result<Requests, Blob>, CheckpointError> {
     let blob_start = blob.placement.byte_offset;
     let wanted = blob.wanted_bytes();
-    let mut earlier = None;
-    let (elements, record) = if blob.encoding.layout == Layout::Raw {
-        (0..blob.placement.byte_len, ctx.record(&blob.placement))
-    } else {
-        let (located, saved) = join(located(ctx, &blob, wanted), ctx.saved()).await;
-        let ((tensor, parts), saved) = (located?, saved?);
-        earlier = parts;
-        blob.check_layout(tensor.layout()).map_err(|error| blob.locate(error))?;
-        match tensor.element_range() {
+    let located = match blob.encoding.layout {
+        Layout::Raw => Located {
+            elements: 0..blob.placement.byte_len,
+            crc: ctx.expected_crc(&blob.placement),
+            earlier: None,
+        },
+        _ => match archives::locate(ctx, &blob, wanted).await? {
+            Some(located) => located,
             None => return Ok(Err(blob)),
-            Some(range) => {
-                let record = Some(tensor.storage().clone()).filter(|record| record.data == range);
-                let mut record = record;
-                if let Some(record) = &mut record {
-                    compare_saved(&saved, &blob, record).map_err(|error| blob.locate(error))?;
-                }
-                (range, record)
-            }
-        }
+        },
     };
+    let Located { elements, crc, earlier } = located;
     if elements.end - elements.start != blob.raw_len() || elements.end > blob.placement.byte_len {
         let problem = format!("{} bytes are stored", elements.end - elements.start);
         return Err(blob.locate(FormatError::new("tensor", problem)));
@@ -118,10 +100,12 @@ pub(super) async fn prepare(
     let is_whole = wanted >= blob.raw_len();
     // More parts would not be remembered, so they are not hashed either.
     let rememberable = blob.runs() <= PARTS_MAX as u64;
-    let earlier = earlier.filter(|_| ctx.verify_parts && !is_whole && rememberable);
-    let check = record
-        .filter(|record| ctx.verify && record.crc32.is_some() && (is_whole || earlier.is_some()))
-        .map(|record| Check { record, seen: Mutex::default(), earlier });
+    let earlier = earlier.filter(|_| !is_whole && rememberable);
+    let check = crc.filter(|_| ctx.verify && (is_whole || earlier.is_some())).map(|crc| Check {
+        crc,
+        seen: Mutex::default(),
+        earlier,
+    });
     let chunk = Arc::new(Chunk {
         start: blob_start.saturating_add(elements.start),
         targets: destinations,
@@ -140,84 +124,6 @@ pub(super) async fn prepare(
         })
     });
     Ok(Ok(Requests(Some(Box::new(requests)))))
-}
-
-/// Reads as much of an archive as locating its tensor takes.
-async fn describe(ctx: &Context, blob: &Blob) -> Result<TensorBlob, CheckpointError> {
-    let len = blob.placement.byte_len;
-    let mut archive = PartialBlob::new("torch archive", len, NEED_MAX);
-    let head = 0..HEADER_BYTES.min(len);
-    let tail = len.saturating_sub(HEADER_BYTES)..len;
-    let starts = [head.start, tail.start];
-    let ends = read_parts(ctx, blob, vec![head, tail]).await?;
-    for (start, bytes) in starts.into_iter().zip(ends) {
-        archive.add(start, bytes);
-    }
-    let read = async |range| {
-        let mut parts = read_parts(ctx, blob, vec![range]).await?;
-        Ok(parts.pop().unwrap_or_default())
-    };
-    archive.parse(TensorBlob::parse, read, |error| blob.locate(error)).await
-}
-
-async fn read_parts(
-    ctx: &Context,
-    blob: &Blob,
-    ranges: Vec<Range<u64>>,
-) -> Result<Vec<Bytes>, CheckpointError> {
-    let reads = ranges.into_iter().map(|range| ReadInto {
-        byte_offset: blob.placement.byte_offset.saturating_add(range.start),
-        // At most NEED_MAX or HEADER_BYTES.
-        buffer: Buffer::zeroed((range.end - range.start) as usize),
-    });
-    let read = ctx.read(&blob.key, reads.collect()).await;
-    let buffers = read.map_err(|error| blob.storage_error(error))?;
-    Ok(buffers.into_iter().map(Buffer::freeze).collect())
-}
-
-/// Archives whose tensors are located, so that a chunk that is read in parts is located once.
-#[derive(Debug, Default)]
-pub(crate) struct KnownArchives(Mutex<VecDeque<(Place, TensorBlob, SharedParts)>>);
-
-/// File, offset and length.
-type Place = (Key, u64, u64);
-
-impl KnownArchives {
-    /// The number of archives to keep; a job reads a few chunks at a time.
-    const KEPT: usize = 64;
-
-    fn get(&self, place: &Place) -> Option<(TensorBlob, SharedParts)> {
-        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = known.iter().find(|(at, ..)| at == place);
-        found.map(|(_, tensor, parts)| (tensor.clone(), Arc::clone(parts)))
-    }
-
-    fn put(&self, place: Place, tensor: TensorBlob, parts: SharedParts) {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.len() >= Self::KEPT {
-            known.pop_front();
-        }
-        known.push_back((place, tensor, parts));
-    }
-}
-
-/// The tensor of an archive of which `wanted` bytes of elements are read, and the checksums of what
-/// earlier reads of parts found.
-async fn located(
-    ctx: &Context,
-    blob: &Blob,
-    wanted: u64,
-) -> Result<(TensorBlob, Option<SharedParts>), CheckpointError> {
-    let Some(known) = ctx.archives.as_ref().filter(|_| wanted < blob.raw_len()) else {
-        return Ok((describe(ctx, blob).await?, None));
-    };
-    let place = (blob.key.clone(), blob.placement.byte_offset, blob.placement.byte_len);
-    if let Some((tensor, parts)) = known.get(&place) {
-        return Ok((tensor, Some(parts)));
-    }
-    let (tensor, parts) = (describe(ctx, blob).await?, SharedParts::default());
-    known.put(place, tensor.clone(), Arc::clone(&parts));
-    Ok((tensor, Some(parts)))
 }
 
 /// Sends a request and copies its bytes to their destinations.
@@ -373,8 +279,8 @@ impl Check {
                 return Ok(());
             }
         }
-        let Some(crc32) = parts.whole(self.record.byte_len) else { return Ok(()) };
+        let Some(crc32) = parts.whole(self.crc.byte_len) else { return Ok(()) };
         *parts = CrcParts::new();
-        self.record.check_crc32(crc32)
+        self.crc.compare(crc32)
     }
 }

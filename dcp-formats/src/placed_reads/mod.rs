@@ -18,10 +18,16 @@
 //! filled once, or the load fails; the CRC-32 of a blob is compared when one read or all parts together
 //! cover it.
 
+#[cfg(feature = "torch-dcp")]
+mod archives;
 mod blobs;
 mod direct;
 mod pieces;
 mod transform;
+#[cfg(not(feature = "torch-dcp"))]
+mod unread_archives;
+#[cfg(not(feature = "torch-dcp"))]
+use unread_archives as archives;
 mod whole;
 
 use std::collections::HashMap;
@@ -29,7 +35,6 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::metadata::Placement;
@@ -43,13 +48,14 @@ use futures_util::{StreamExt as _, TryStreamExt as _};
 
 pub use transform::without_transforms;
 
+use archives::Archives;
+#[cfg(feature = "torch-dcp")]
+pub(crate) use archives::{KnownArchives, SavedCrcs, SavedSource};
 use blobs::{Blob, Content, group};
-pub(crate) use direct::KnownArchives;
 use direct::{Requests, execute, prepare};
 use whole::read_span;
 
-use crate::chunk_crcs::ChunkCrcs;
-use crate::torch_zip::{Method, Record};
+use crate::crc_parts::compare_crc32;
 use crate::upload::ByteProgress;
 
 /// The default memory for what cannot be read straight into place, in bytes.
@@ -58,16 +64,6 @@ pub(crate) const SCRATCH_BYTES: u64 = 64 << 20;
 const SMALL_BLOB: u64 = 64 << 10;
 /// The scratch memory of one request, in bytes.
 const SCRATCH_PER_REQUEST: Range<u64> = SMALL_BLOB..4 << 20;
-
-/// The CRC-32s that a save noted, by file.
-pub(crate) type SavedCrcs = HashMap<Key, ChunkCrcs>;
-
-/// Reads the CRC-32s that a save noted, once, when the first chunk is located.
-#[async_trait]
-pub(crate) trait SavedSource: Send + Sync {
-    /// The CRC-32s; none where there are none.
-    async fn saved(&self) -> Result<Arc<SavedCrcs>, CheckpointError>;
-}
 
 /// CRC-32s of a file's byte ranges, by offset and length.
 type Checksums = Arc<HashMap<(u64, u64), u32>>;
@@ -112,12 +108,8 @@ pub(crate) struct Context {
     pub(super) scratch_per_request: u64,
     progress: Option<ByteProgress>,
     checksums: Checksums,
-    /// The CRC-32s that the save noted, if they are compared.
-    pub(crate) saved: Option<Arc<dyn SavedSource>>,
-    /// Archives that earlier reads located, if the reader caches them.
-    pub(crate) archives: Option<Arc<KnownArchives>>,
-    /// Whether checksums of chunks that are read in parts are compared.
-    pub(crate) verify_parts: bool,
+    /// The state of a load of archives.
+    pub(crate) archives: Archives,
     parallelism: usize,
     pub(super) scratch: u64,
     bytes_read: AtomicU64,
@@ -144,9 +136,7 @@ impl Context {
             scratch_per_request: (scratch / parallelism as u64).clamp(start, end),
             progress,
             checksums: Arc::default(),
-            saved: None,
-            archives: None,
-            verify_parts: false,
+            archives: Archives::default(),
             parallelism,
             scratch,
             bytes_read: AtomicU64::new(0),
@@ -154,19 +144,11 @@ impl Context {
         }
     }
 
-    /// The record that a whole chunk forms, if there is one.
-    pub(super) fn record(&self, placement: &Placement) -> Option<Record> {
+    /// The CRC-32 of a whole unencoded chunk, if there is one.
+    pub(super) fn expected_crc(&self, placement: &Placement) -> Option<ExpectedCrc> {
         let Placement { byte_offset, byte_len, .. } = *placement;
-        let crc32 = Some(*self.checksums.get(&(byte_offset, byte_len))?);
-        Some(Record { data: 0..byte_len, byte_len, crc32, method: Method::Stored })
-    }
-
-    /// The CRC-32s that the save noted; none if they are not compared.
-    pub(super) async fn saved(&self) -> Result<Arc<SavedCrcs>, CheckpointError> {
-        match &self.saved {
-            Some(source) if self.verify => source.saved().await,
-            _ => Ok(Arc::default()),
-        }
+        let crc32 = *self.checksums.get(&(byte_offset, byte_len))?;
+        Some(ExpectedCrc { start: 0, byte_len, crc32 })
     }
 
     /// Reads ranges, and counts the bytes.
@@ -201,41 +183,17 @@ impl Context {
     }
 }
 
-/// Compares an encoded object with the checksum of the save.
-fn compare_saved_object(saved: &SavedCrcs, blob: &Blob, bytes: &[u8]) -> Result<(), FormatError> {
-    let saved = saved.get(&blob.key).and_then(|file| file.at(blob.placement.byte_offset));
-    let Some(saved) = saved else { return Ok(()) };
-    let found = crc32fast::hash(bytes);
-    if found == saved {
-        return Ok(());
-    }
-    let problem = format!(
-        "its CRC-32 is {found:08x}, the save noted {saved:08x}: these are not the bytes of this save"
-    );
-    Err(FormatError::new("object", problem))
+/// The CRC-32 that the elements of a chunk must have.
+pub(crate) struct ExpectedCrc {
+    /// Their offset in the stored chunk, for errors.
+    start: u64,
+    byte_len: u64,
+    crc32: u32,
 }
 
-/// Compares the checksum in an archive with that of the save: an archive of another save is sound in
-/// itself. An archive without one gets that of the save. A quantized tensor is saved as an object, whose
-/// checksum is that of all of its archive.
-fn compare_saved(saved: &SavedCrcs, blob: &Blob, record: &mut Record) -> Result<(), FormatError> {
-    if blob.is_quantized() {
-        return Ok(());
-    }
-    let saved = saved.get(&blob.key).and_then(|file| file.at(blob.placement.byte_offset));
-    match (record.crc32, saved) {
-        (_, None) => Ok(()),
-        (Some(stored), Some(saved)) if stored != saved => {
-            let problem = format!(
-                "its CRC-32 is {stored:08x}, the save noted {saved:08x}: these are not the bytes of \
-                 this save"
-            );
-            Err(FormatError::new("archive record", problem).at(record.data.start))
-        }
-        (_, Some(saved)) => {
-            record.crc32 = Some(saved);
-            Ok(())
-        }
+impl ExpectedCrc {
+    fn compare(&self, found: u32) -> Result<(), FormatError> {
+        compare_crc32(found, self.crc32, self.start)
     }
 }
 

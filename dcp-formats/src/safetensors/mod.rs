@@ -8,7 +8,7 @@ mod dtype;
 mod encode;
 mod header;
 mod image;
-#[cfg(feature = "safetensors")]
+#[cfg(feature = "safetensors-crate")]
 mod library;
 mod raw;
 mod sharding;
@@ -20,7 +20,7 @@ pub use encode::{EncodedHeader, SafetensorsItem, encode_header};
 pub(crate) use header::{Discontinuity, RangeProblem, Ranges, RawTensor, contiguous_end};
 pub use header::{Header, PREFIX_LEN, TensorInfo, header_len};
 pub(crate) use image::{Image, read_image};
-#[cfg(feature = "safetensors")]
+#[cfg(feature = "safetensors-crate")]
 pub use library::{LibraryTensor, from_safetensors, to_safetensors};
 pub use raw::{RAW, RawTypes};
 pub use sharding::{SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, ShardingInfo};

@@ -6,6 +6,8 @@ use std::ops::Range;
 
 use dcp_core::FormatError;
 
+use crate::crc_parts::compare_crc32;
+
 /// The storage method of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
@@ -70,12 +72,8 @@ impl Record {
     /// When it differs. PyTorch (2.15) loads such a record silently.
     pub fn check_crc32(&self, found: u32) -> Result<(), FormatError> {
         match self.crc32 {
-            Some(expected) if expected != found => {
-                let problem =
-                    format!("its CRC-32 is {found:08x}, not {expected:08x}: the data is damaged");
-                Err(FormatError::new("archive record", problem).at(self.data.start))
-            }
-            _ => Ok(()),
+            Some(expected) => compare_crc32(found, expected, self.data.start),
+            None => Ok(()),
         }
     }
 }

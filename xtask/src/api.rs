@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::{Result, process, workspace};
+use xtask_host::{Result, process, workspace};
 
 /// What the text is made with. Another compiler or tool may write the same names otherwise.
 const TOOLCHAIN: &str = "nightly-2026-10-30";

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-use crate::process::{run, succeeds};
-use crate::{Result, workspace};
+use xtask_host::process::{run, succeeds};
+use xtask_host::{Result, workspace};
 
 /// The version of mdBook that renders it.
 const MDBOOK: &str = "0.5.4";

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::workspace;
+use xtask_host::workspace;
 
 /// The names in double quotes of a line.
 fn quoted(line: &str) -> impl Iterator<Item = &str> {

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::process::{Scratch, output, run, succeeds};
-use crate::{Result, port, venv, workspace};
+use xtask_host::process::{Scratch, output, run, succeeds};
+use xtask_host::{Result, port, venv, workspace};
 
 /// What a cluster of Slurm consists of. Debian has it in slurm-wlm and munge.
 const SLURM: [&str; 5] = ["munged", "slurmctld", "slurmd", "srun", "sbatch"];

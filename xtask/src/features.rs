@@ -1,7 +1,8 @@
 //! Each package by itself and each of its features, as a dependent would build them; and the plug-ins
 //! outside of the workspace.
 
-use crate::{Result, formats, process, workspace};
+use crate::formats;
+use xtask_host::{Result, process, workspace};
 
 /// The number of sets in which features are checked in pairs. A package with no more features than
 /// that is checked with each alone.

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::workspace::{list, text};
-use crate::{Result, process, workspace};
+use xtask_host::workspace::{list, text};
+use xtask_host::{Result, process, workspace};
 
 pub(crate) const PACKAGE: &str = "dcp-formats";
 

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use crate::{formats, workspace};
+use crate::formats;
+use xtask_host::workspace;
 
 /// Features of the facade, and crates that they must not bring.
 const WITHOUT: [(&str, &[&str]); 6] = [

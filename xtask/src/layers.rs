@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-use crate::workspace::{self, list, text};
+use xtask_host::workspace::{self, list, text};
 
 /// One crate and its place.
 struct Layer {
@@ -264,7 +264,28 @@ const LAYERS: &[Layer] = &[
         never: &["object_store", "reqwest", "zip"],
         never_named: &["std::process::Command"],
     },
-    Layer { package: "xtask", uses: &[], tests_use: &[], never: RUNTIMES, never_named: &[] },
+    Layer {
+        package: "xtask",
+        uses: &["xtask-host", "xtask-bench", "xtask-interop"],
+        tests_use: &[],
+        never: RUNTIMES,
+        never_named: &[],
+    },
+    Layer {
+        package: "xtask-bench",
+        uses: &["xtask-host"],
+        tests_use: &[],
+        never: RUNTIMES,
+        never_named: &[],
+    },
+    Layer {
+        package: "xtask-interop",
+        uses: &["xtask-host"],
+        tests_use: &[],
+        never: RUNTIMES,
+        never_named: &[],
+    },
+    Layer { package: "xtask-host", uses: &[], tests_use: &[], never: RUNTIMES, never_named: &[] },
 ];
 
 /// The longest chain of arrows between our crates.

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::{Result, workspace};
+use xtask_host::{Result, workspace};
 
 const OTHERS: [&str; 5] =
     ["dcp-burn", "dcp-candle", "dcp-collectives-mpi", "examples/plugins", "fuzz"];

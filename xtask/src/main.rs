@@ -5,33 +5,18 @@
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a command-line tool")]
 
 mod api;
-mod bench;
-mod bench_convert;
-mod bench_cuda;
-mod bench_jobs;
-mod bench_object;
-mod bench_plan;
-mod bench_ratios;
-mod bench_rows;
 mod book;
 mod browser;
 mod deploy;
-mod emulators;
 mod features;
 mod formats;
 #[cfg(test)]
 mod frameworks;
 mod fuzz;
-mod interop;
-mod machine;
 mod mpi;
-mod port;
-mod process;
 mod readme;
 mod shells;
 mod torture;
-mod venv;
-mod workspace;
 
 #[cfg(test)]
 mod ci_steps;
@@ -56,11 +41,9 @@ mod terms;
 #[cfg(test)]
 mod tidy;
 
-use std::error::Error;
 use std::process::ExitCode;
 
-/// What every command returns.
-type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
+use xtask_host::emulators;
 
 const USAGE: &str = "\
 cargo xtask <command>
@@ -77,9 +60,9 @@ cargo xtask <command>
   bench cuda [--gib N] [--disk DIR]   copies from and to a CUDA device, where there is one
   bench jobs [--gib N] [--folder DIR] commands that 1, 2 and 4 processes share
   bench plan                          seconds and memory of planning and of the index
-  bench --check [--update]            compares instructions and bytes with xtask/bench_counts.json
+  bench --check [--update]            compares instructions and bytes with xtask/bench/counts.json
   bench --check --ratios [--update]   compares speeds, as parts of limits of the same run, with
-                                      xtask/bench_ratios.json; --disk DIR, --tmpfs DIR
+                                      xtask/bench/ratios.json; --disk DIR, --tmpfs DIR
   emulators up | down | env           S3, Azure, GCS and HTTP on this machine, for tests
   emulators run -- COMMAND            the same for one command
   browser [--keep]                    pages of `dcp report` in headless Chromium
@@ -102,8 +85,8 @@ fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let outcome = match *args {
-        ["interop", ref rest @ ..] => interop::main(rest),
-        ["bench", ref rest @ ..] => bench::main(rest),
+        ["interop", ref rest @ ..] => xtask_interop::main(rest),
+        ["bench", ref rest @ ..] => xtask_bench::main(rest),
         ["api", ref rest @ ..] => api::main(rest),
         ["emulators", ref rest @ ..] => emulators::main(rest),
         ["deploy"] => deploy::main(),

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use crate::{Result, process, workspace};
+use xtask_host::{Result, process, workspace};
 
 /// What the crate is built and run with: a program and the package of Debian that has it.
 const NEEDED: [(&str, &str); 2] = [("mpicc", "libopenmpi-dev"), ("mpirun", "openmpi-bin")];

@@ -1,6 +1,6 @@
 //! Phrases that STYLE.md bans from code, documentation, messages and help.
 
-use crate::workspace;
+use xtask_host::workspace;
 
 /// Words and phrases, each with what to write instead. They match whole words in any case.
 const BANNED: &[(&str, &str)] = &[

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use crate::tidy::{lines_before_tests, rust_sources};
-use crate::workspace;
+use xtask_host::workspace;
 
 /// At most so many names besides modules at the root of a crate: more are not read at a glance.
 const AT_THE_ROOT: usize = 25;

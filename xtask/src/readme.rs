@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use crate::{Result, process, workspace};
+use xtask_host::{Result, process, workspace};
 
 /// Runs the command that shows the main job.
 pub(crate) fn main() -> Result {

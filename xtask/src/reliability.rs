@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::workspace;
+use xtask_host::workspace;
 
 const DOCUMENT: &str = "RELIABILITY.md";
 

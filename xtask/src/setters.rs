@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::workspace;
+use xtask_host::workspace;
 
 /// Types whose `with_` methods set what is shown under another name, each with the reason.
 const SHOWN_OTHERWISE: &[(&str, &str)] = &[

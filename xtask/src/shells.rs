@@ -4,8 +4,8 @@
 use std::io::Write;
 use std::process::{Command, Stdio};
 
-use crate::process::{self, Scratch};
-use crate::{Result, workspace};
+use xtask_host::process::{self, Scratch};
+use xtask_host::{Result, workspace};
 
 type Check = fn() -> Result;
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::workspace;
+use xtask_host::workspace;
 
 /// Crates whose messages reach programs.
 const LIBRARY: [&str; 12] = [

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::workspace;
+use xtask_host::workspace;
 
 /// Lines of one file, tests not counted. A longer one is probably two ideas.
 const LONGEST_FILE: usize = 500;
@@ -143,6 +143,33 @@ fn every_place_of_the_way_is_there() {
         }
     }
     assert!(wrong.is_empty(), "ARCHITECTURE.md sends readers to what is not there: {wrong:?}");
+}
+
+/// Scripts and tables of xtask's commands, which no compiler looks for.
+#[test]
+fn files_that_commands_name_are_there() {
+    let mut missing = Vec::new();
+    let mut found = 0;
+    for (file, source) in rust_sources() {
+        let Some(package) = file.ancestors().find(|dir| dir.ends_with("src")) else { continue };
+        if !file.starts_with("xtask") {
+            continue;
+        }
+        let scripts = package.with_file_name("python");
+        for text in source.split('"').skip(1).step_by(2) {
+            let path = match text {
+                whole if whole.starts_with("xtask/") => PathBuf::from(whole),
+                name if name.ends_with(".py") && !name.contains('/') => scripts.join(name),
+                _ => continue,
+            };
+            found += 1;
+            if !workspace::root().join(&path).exists() {
+                missing.push(format!("{}: {}", file.display(), path.display()));
+            }
+        }
+    }
+    assert!(found > 20, "{found} files");
+    assert!(missing.is_empty(), "{}", missing.join("\n"));
 }
 
 /// A row behind a blank line is no row of the table before it: it is shown as text.

@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
-use crate::process::{self, Scratch};
-use crate::{Result, workspace};
+use xtask_host::process::{self, Scratch};
+use xtask_host::{Result, workspace};
 
 /// Which tests: the arguments of `cargo test` and a filter.
 const TESTS: &[(&[&str], &[&str])] = &[

@@ -1,5 +1,5 @@
 //! What a trainer would do with Megatron-Core's checkpoints: describe its part of the state for
-//! any parallel layout, save it, load it. `xtask/python/interop_megatron.py` builds the same from
+//! any parallel layout, save it, load it. `xtask/interop/python/interop_megatron.py` builds the same from
 //! the same description.
 
 mod compare;

@@ -10,8 +10,8 @@ use std::process::Command;
 use serde_json::{Map, Value, json};
 
 use crate::browser::chromium::Chromium;
-use crate::process::{self, Scratch};
-use crate::{Result, workspace};
+use xtask_host::process::{self, Scratch};
+use xtask_host::{Result, workspace};
 
 /// Names that would do something if they were more than text.
 const HOSTILE: [&str; 10] = [

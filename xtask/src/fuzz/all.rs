@@ -8,7 +8,7 @@ use std::process::Command;
 use std::sync::Mutex;
 
 use super::targets::{self, TARGETS, Target};
-use crate::{Result, process, workspace};
+use xtask_host::{Result, process, workspace};
 
 /// What cargo-fuzz compiles with, less the sanitizer.
 const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module \

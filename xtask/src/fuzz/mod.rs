@@ -7,7 +7,7 @@ mod targets;
 use std::path::Path;
 use std::process::Command;
 
-use crate::{Result, process, workspace};
+use xtask_host::{Result, process, workspace};
 
 const USAGE: &str = "usage: cargo xtask fuzz [TARGET [SECONDS]]\n       \
                      cargo xtask fuzz --all [--seconds N]";

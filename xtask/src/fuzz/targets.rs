@@ -1,6 +1,6 @@
 //! The fuzz targets: from which seeds each starts, and which parsers it reaches.
 
-use crate::Result;
+use xtask_host::Result;
 
 /// One program of `fuzz/fuzz_targets`.
 pub(super) struct Target {
@@ -143,7 +143,7 @@ mod tests {
 
     use super::TARGETS;
     use crate::tidy::{lines_before_tests, rust_sources};
-    use crate::workspace;
+    use xtask_host::workspace;
 
     /// Whose parsers are fuzzed.
     const PARSING: &[&str] = &[

@@ -1,7 +1,7 @@
 //! Object stores: requests, bytes and speeds, ours beside `object_store` alone and beside PyTorch
 //! with s3fs, at the same server in one run.
 //!
-//! The Rust half is `dcp-cli/examples/bench_object.rs`, PyTorch's is `xtask/python/bench_object.py`.
+//! The Rust half is `dcp-cli/examples/bench_object.rs`, PyTorch's is `xtask/bench/python/bench_object.py`.
 
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
@@ -9,10 +9,10 @@ use std::process::{Child, Command, Stdio};
 
 use serde_json::{Value, json};
 
-use crate::emulators::Emulators;
 use crate::machine::machine;
-use crate::process::output;
-use crate::{Result, process, venv, workspace};
+use xtask_host::emulators::Emulators;
+use xtask_host::process::output;
+use xtask_host::{Result, process, venv, workspace};
 
 /// Latencies that are added to every answer, in milliseconds.
 const LATENCIES: [u32; 3] = [0, 20, 100];
@@ -239,7 +239,7 @@ impl Bench {
             (Who::Torch, Some(python)) => {
                 let mut command = Command::new(python);
                 command.env("PYTHONDONTWRITEBYTECODE", "1");
-                command.arg(workspace::root().join("xtask/python/bench_object.py"));
+                command.arg(workspace::root().join("xtask/bench/python/bench_object.py"));
                 command.args([job, &url, gib]);
                 command
             }

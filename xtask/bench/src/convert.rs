@@ -9,10 +9,10 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::bench_rows::free_mib;
 use crate::machine::{Machine, machine};
-use crate::process::{Scratch, output};
-use crate::{Result, workspace};
+use crate::rows::free_mib;
+use xtask_host::process::{Scratch, output};
+use xtask_host::{Result, workspace};
 
 const ROUNDS: usize = 5;
 /// Of tensors of 32 MiB, the checkpoints whose peak memory is compared.
@@ -205,7 +205,7 @@ impl Bench<'_> {
     fn python(&self, script: &str) -> Command {
         let mut python = Command::new(&self.setup.python);
         python.env("PYTHONDONTWRITEBYTECODE", "1");
-        python.arg(workspace::root().join("xtask/python").join(script));
+        python.arg(workspace::root().join("xtask/bench/python").join(script));
         python
     }
 }

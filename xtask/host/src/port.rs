@@ -8,7 +8,7 @@ use crate::Result;
 
 /// A port at which nobody listens. Until the socket is dropped, nobody else gets it from the system;
 /// whoever requests it by its number can listen there.
-pub(crate) fn reserved() -> Result<(Socket, u16)> {
+pub fn reserved() -> Result<(Socket, u16)> {
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
     socket.set_reuse_address(true)?;
     socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into())?;

@@ -4,8 +4,8 @@
 use std::path::{Path, PathBuf};
 
 use super::Run;
-use crate::process::run;
-use crate::{Result, venv, workspace};
+use xtask_host::process::run;
+use xtask_host::{Result, venv, workspace};
 
 /// Layouts to load in, as TP by PP, on so many ranks; what is left over is data parallelism.
 const LAYOUTS: &[(u32, &[&str])] = &[(4, &["1x4", "4x1", "2x2", "1x1"]), (2, &["1x2", "2x1"])];

@@ -8,13 +8,13 @@ use serde_json::Value;
 use crate::{Result, process};
 
 /// The root of the checkout.
-pub(crate) fn root() -> &'static Path {
+pub fn root() -> &'static Path {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    here.parent().unwrap_or(here)
+    here.ancestors().nth(2).unwrap_or(here)
 }
 
 /// `cargo`, as the one that started this program.
-pub(crate) fn cargo() -> Command {
+pub fn cargo() -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.current_dir(root());
     cargo
@@ -24,7 +24,7 @@ pub(crate) fn cargo() -> Command {
 ///
 /// The same selection wherever either is needed: cargo unifies features over what it selects, and over
 /// the development dependencies of examples, so this one finds compiled what the tests have compiled.
-pub(crate) fn build() -> Result<PathBuf> {
+pub fn build() -> Result<PathBuf> {
     let selection = ["build", "--quiet", "--workspace", "--bin", "dcp", "--example", "interop"];
     process::run(cargo().args(selection))?;
     Ok(target()?.join("debug"))
@@ -32,41 +32,40 @@ pub(crate) fn build() -> Result<PathBuf> {
 
 /// A crate of this workspace.
 #[derive(Debug)]
-pub(crate) struct Package {
+pub struct Package {
     /// Its name for cargo.
-    pub(crate) name: String,
+    pub name: String,
     /// Its folder, relative to the root.
-    pub(crate) dir: PathBuf,
+    pub dir: PathBuf,
     /// Its features but `default`, sorted.
-    pub(crate) features: Vec<String>,
+    pub features: Vec<String>,
     /// Whether it goes to crates.io.
-    pub(crate) is_published: bool,
+    pub is_published: bool,
     /// Its library by its name in Rust, if others can use it as one.
-    pub(crate) library: Option<String>,
+    pub library: Option<String>,
 }
 
 impl Package {
     /// Whether programs of others are built with it.
-    pub(crate) fn is_public(&self) -> bool {
+    pub fn is_public(&self) -> bool {
         self.is_published && self.library.is_some()
     }
 }
 
 /// `cargo metadata` with all features, for this platform.
-#[cfg(test)]
-pub(crate) fn resolved() -> Result<Value> {
+pub fn resolved() -> Result<Value> {
     metadata(&["--all-features", "--filter-platform", &host()?])
 }
 
 /// The platform that this program runs on, as rustc names it.
-pub(crate) fn host() -> Result<String> {
+pub fn host() -> Result<String> {
     let rustc = process::output(Command::new("rustc").arg("-vV"))?;
     let host = rustc.lines().find_map(|line| line.strip_prefix("host: "));
     Ok(host.ok_or("rustc names no host")?.to_owned())
 }
 
 /// The crates of this workspace, in the order of `Cargo.toml`.
-pub(crate) fn packages() -> Result<Vec<Package>> {
+pub fn packages() -> Result<Vec<Package>> {
     let metadata = metadata(&["--no-deps"])?;
     let mut packages = Vec::new();
     for package in list(&metadata, "packages") {
@@ -96,7 +95,7 @@ fn library(package: &Value) -> Option<String> {
 }
 
 /// Where cargo builds.
-pub(crate) fn target() -> Result<PathBuf> {
+pub fn target() -> Result<PathBuf> {
     let metadata = metadata(&["--no-deps"])?;
     Ok(PathBuf::from(text(&metadata, "target_directory")))
 }
@@ -107,18 +106,18 @@ fn metadata(args: &[&str]) -> Result<Value> {
 }
 
 /// A field that is a list, empty if it is not there.
-pub(crate) fn list<'a>(value: &'a Value, field: &str) -> &'a [Value] {
+pub fn list<'a>(value: &'a Value, field: &str) -> &'a [Value] {
     value.get(field).and_then(Value::as_array).map_or(&[], Vec::as_slice)
 }
 
 /// A field that is a text, empty if it is not there.
-pub(crate) fn text<'a>(value: &'a Value, field: &str) -> &'a str {
+pub fn text<'a>(value: &'a Value, field: &str) -> &'a str {
     value.get(field).and_then(Value::as_str).unwrap_or_default()
 }
 
 /// Every file that belongs to the checkout, relative to the root and sorted: what git tracks or
 /// would track, or in an exported tree without git everything but build output.
-pub(crate) fn files() -> Result<Vec<PathBuf>> {
+pub fn files() -> Result<Vec<PathBuf>> {
     let mut git = Command::new("git");
     git.current_dir(root()).args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"]);
     let mut files = match git.output() {
@@ -152,7 +151,7 @@ fn walk(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Commit of the checkout, or `unknown`.
-pub(crate) fn commit() -> String {
+pub fn commit() -> String {
     let mut git = Command::new("git");
     git.current_dir(root()).args(["rev-parse", "--short", "HEAD"]);
     match git.output() {

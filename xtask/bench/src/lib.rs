@@ -1,9 +1,20 @@
 //! Speeds, ours beside PyTorch's, from one run on one machine.
 //!
-//! The Rust half is `dcp/examples/bench.rs`, PyTorch's is `xtask/python/bench.py`. Every
+//! The Rust half is `dcp/examples/bench.rs`, PyTorch's is `xtask/bench/python/bench.py`. Every
 //! measurement is a process of its own that prints seconds; the fastest of five counts, as the one
 //! that other work on the machine disturbed least. Files on disk are dropped from the page cache
 //! before they are read.
+
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "for a command-line tool")]
+
+mod convert;
+mod cuda;
+mod jobs;
+mod machine;
+mod object;
+mod plan;
+mod ratios;
+mod rows;
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -13,11 +24,8 @@ use std::time::Instant;
 use serde_json::{Value, json};
 
 use crate::machine::{Machine, build, machine};
-use crate::process::{Scratch, output};
-use crate::{
-    Result, bench_convert, bench_cuda, bench_jobs, bench_object, bench_plan, bench_ratios, venv,
-    workspace,
-};
+use xtask_host::process::{Scratch, output};
+use xtask_host::{Result, venv, workspace};
 
 const ROUNDS: usize = 5;
 const STARTS: usize = 9;
@@ -31,14 +39,14 @@ const PARTS: [&str; 6] = ["tmpfs", "disk", "writers", "stalls", "slices", "start
 
 /// Prints the table, or the named parts of it; with `convert`, the one of conversions, with `object`,
 /// that of object stores, and with `cuda`, that of copies from and to a device.
-pub(crate) fn main(args: &[&str]) -> Result {
+pub fn main(args: &[&str]) -> Result {
     let (convert, args) = match args {
-        ["cuda", rest @ ..] => return bench_cuda::main(rest),
-        ["object", rest @ ..] => return bench_object::main(rest),
-        ["jobs", rest @ ..] => return bench_jobs::main(rest),
-        ["plan", rest @ ..] => return bench_plan::main(rest),
-        ["--check", "--ratios", rest @ ..] => return bench_ratios::check(rest),
-        ["--check", rest @ ..] => return bench_plan::check(rest),
+        ["cuda", rest @ ..] => return cuda::main(rest),
+        ["object", rest @ ..] => return object::main(rest),
+        ["jobs", rest @ ..] => return jobs::main(rest),
+        ["plan", rest @ ..] => return plan::main(rest),
+        ["--check", "--ratios", rest @ ..] => return ratios::check(rest),
+        ["--check", rest @ ..] => return plan::check(rest),
         ["convert", rest @ ..] => (true, rest),
         _ => (false, args),
     };
@@ -63,7 +71,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
     let python = venv::python(venv::NEWEST)?;
     let (rust, command) = build()?;
     if convert {
-        return bench_convert::main(&Machine { python, command, tmpfs, disk });
+        return convert::main(&Machine { python, command, tmpfs, disk });
     }
     let bench = Bench { python, rust, gib };
     let machine = machine();
@@ -345,7 +353,7 @@ impl Bench {
     fn script(&self, what: &str) -> Command {
         let mut python = Command::new(&self.python);
         python.env("PYTHONDONTWRITEBYTECODE", "1");
-        python.arg(workspace::root().join("xtask/python/bench.py")).arg(what);
+        python.arg(workspace::root().join("xtask/bench/python/bench.py")).arg(what);
         python
     }
 

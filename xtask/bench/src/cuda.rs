@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use crate::machine::machine;
-use crate::process::Scratch;
-use crate::{Result, process, workspace};
+use xtask_host::process::Scratch;
+use xtask_host::{Result, process, workspace};
 
 const USAGE: &str = "usage: cargo xtask bench cuda [--gib N] [--disk DIR]";
 

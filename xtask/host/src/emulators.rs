@@ -50,7 +50,8 @@ const STOP: &str = "stop";
 
 type Variables = BTreeMap<String, String>;
 
-pub(crate) fn main(args: &[&str]) -> Result {
+/// Runs `up`, `down`, `env` or `run` of `cargo xtask emulators`.
+pub fn main(args: &[&str]) -> Result {
     match *args {
         ["up"] => up(),
         ["down"] => down(),
@@ -175,7 +176,8 @@ fn running() -> Result<Option<Variables>> {
 }
 
 /// The servers that could be installed, and their variables.
-pub(crate) struct Emulators {
+#[derive(Debug)]
+pub struct Emulators {
     variables: Variables,
     servers: Vec<Server>,
     scratch: Scratch,
@@ -183,19 +185,19 @@ pub(crate) struct Emulators {
 
 impl Emulators {
     /// Starts the emulator of S3 alone.
-    pub(crate) fn s3_only() -> Result<Self> {
+    pub fn s3_only() -> Result<Self> {
         let mut started = Self::none()?;
         started.s3(&install::python()?)?;
         Ok(started)
     }
 
     /// What tests and clients read.
-    pub(crate) fn variables(&self) -> &BTreeMap<String, String> {
+    pub fn variables(&self) -> &BTreeMap<String, String> {
         &self.variables
     }
 
     /// One of the variables.
-    pub(crate) fn variable(&self, name: &str) -> Result<&str> {
+    pub fn variable(&self, name: &str) -> Result<&str> {
         let value = self.variables.get(name).map(String::as_str);
         value.ok_or_else(|| format!("{name} is not set").into())
     }
@@ -247,7 +249,7 @@ impl Emulators {
     }
 
     fn azure(&mut self, python: &Path, azurite: &Path) -> Result {
-        let quit = workspace::root().join("xtask/src/emulators/quit_with_parent.js");
+        let quit = workspace::root().join("xtask/host/src/emulators/quit_with_parent.js");
         let mut node = Command::new("node");
         node.arg("--require").arg(quit).arg(azurite);
         node.args(["--blobPort", "0", "--inMemoryPersistence", "--skipApiVersionCheck"]);
@@ -297,6 +299,6 @@ fn installed<T>(component: &str, outcome: Result<T>) -> Option<T> {
 
 fn script(python: &Path) -> Command {
     let mut command = Command::new(python);
-    command.arg(workspace::root().join("xtask/python/emulators.py"));
+    command.arg(workspace::root().join("xtask/host/src/emulators/emulators.py"));
     command
 }

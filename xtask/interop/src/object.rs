@@ -3,9 +3,9 @@
 
 use std::process::Command;
 
-use crate::interop::Run;
-use crate::process::run;
-use crate::{Result, emulators, venv};
+use crate::Run;
+use xtask_host::process::run;
+use xtask_host::{Result, emulators, venv};
 
 /// What `interop_object.py` saves.
 const SAVED: &[&str] = &["dtensors", "sharded_tensors", "plain", "fsdp2", "s3torchconnector"];

@@ -10,8 +10,8 @@ use std::process::{Command, Stdio};
 use serde_json::{Map, Value, json};
 
 use crate::machine::machine;
-use crate::process::{Scratch, output, succeeds};
-use crate::{Result, process, workspace};
+use xtask_host::process::{Scratch, output, succeeds};
+use xtask_host::{Result, process, workspace};
 
 /// How tensors are spread over the ranks, by the names of the example.
 const LAYOUTS: [&str; 6] = ["rows", "grid", "replicas", "replicated", "mixed", "irregular"];
@@ -32,7 +32,7 @@ const OF_INDEX: [&str; 3] = ["decode", "decode-one", "encode"];
 const ROUNDS: usize = 3;
 
 /// The committed counts.
-const TABLE: &str = "xtask/bench_counts.json";
+const TABLE: &str = "xtask/bench/counts.json";
 /// The most that a count may exceed the committed one, in percent.
 const LOSS_MAX: u64 = 20;
 /// Layouts of the counted saves.

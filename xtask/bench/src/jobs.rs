@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::machine::machine;
-use crate::process::{Scratch, output, run, run_ranks};
-use crate::{Result, port, workspace};
+use xtask_host::process::{Scratch, output, run, run_ranks};
+use xtask_host::{Result, port, workspace};
 
 const ROUNDS: usize = 3;
 const PROCESSES: [u32; 3] = [1, 2, 4];

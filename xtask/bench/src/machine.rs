@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::{Result, process, workspace};
+use xtask_host::{Result, process, workspace};
 
 /// The programs and folders of a benchmark.
 pub(crate) struct Machine {

@@ -6,13 +6,13 @@ use std::process::Command;
 use crate::{Result, process};
 
 /// The PyTorch that CI proves interoperability with.
-pub(crate) const NEWEST: &str = "2.15.0";
+pub const NEWEST: &str = "2.15.0";
 
 /// Written last, so that half an environment is not used.
 const COMPLETE: &str = ".complete";
 
 /// The Python of an environment with this torch; makes the environment if there is none yet.
-pub(crate) fn python(torch: &str) -> Result<PathBuf> {
+pub fn python(torch: &str) -> Result<PathBuf> {
     let folder = cache()?.join(format!("torch-{torch}"));
     let python = folder.join("bin").join("python");
     if !folder.join(COMPLETE).is_file() {
@@ -35,7 +35,7 @@ const LIBRARIES: &[&str] =
 
 /// Adds the libraries to an environment. They are large, so only that of the newest torch gets
 /// them.
-pub(crate) fn with_libraries(python: &Path) -> Result {
+pub fn with_libraries(python: &Path) -> Result {
     let folder = python.parent().and_then(Path::parent).unwrap_or(python);
     let complete = folder.join(".libraries");
     let wanted = LIBRARIES.join(" ");
@@ -78,17 +78,17 @@ const OLMO_NEEDS: &[&str] = &[
 ];
 
 /// The Python of an environment with OLMo-core on top of that of [`NEWEST`].
-pub(crate) fn olmo() -> Result<PathBuf> {
+pub fn olmo() -> Result<PathBuf> {
     on_top(&format!("olmo-{OLMO}"), &[&format!("ai2-olmo-core=={OLMO}")], OLMO_NEEDS)
 }
 
 /// The Megatron-Core that CI proves interoperability with: the newest on PyPI.
-pub(crate) const MEGATRON: &str = "0.16.1";
+pub const MEGATRON: &str = "0.16.1";
 /// What it needs beyond PyTorch to save and load.
 const MEGATRON_NEEDS: &[&str] = &["packaging>=24.2", "psutil"];
 
 /// The Python of an environment with this Megatron-Core on top of that of [`NEWEST`].
-pub(crate) fn megatron(version: &str) -> Result<PathBuf> {
+pub fn megatron(version: &str) -> Result<PathBuf> {
     on_top(&format!("megatron-{version}"), &[&format!("megatron-core=={version}")], MEGATRON_NEEDS)
 }
 
@@ -106,7 +106,7 @@ const OBJECT_NEEDS: &[&str] = &[
 ];
 
 /// The Python of an environment with clients of S3 on top of that of [`NEWEST`].
-pub(crate) fn object() -> Result<PathBuf> {
+pub fn object() -> Result<PathBuf> {
     on_top("object", &[S3FS, S3_TORCH_CONNECTOR], OBJECT_NEEDS)
 }
 
@@ -114,7 +114,7 @@ pub(crate) fn object() -> Result<PathBuf> {
 const KUBERNETES: [&str; 2] = ["kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0"];
 
 /// The Python of an environment with schemas of Kubernetes; it has no torch.
-pub(crate) fn kubernetes() -> Result<PathBuf> {
+pub fn kubernetes() -> Result<PathBuf> {
     let folder = cache()?.join("kubernetes");
     let python = folder.join("bin").join("python");
     let complete = folder.join(COMPLETE);
@@ -164,7 +164,7 @@ fn before(version: &str, (major, minor): (u32, u32)) -> bool {
 }
 
 /// `$DCP_INTEROP_CACHE`, else `dcp-interop` in the user's cache folder.
-pub(crate) fn cache() -> Result<PathBuf> {
+pub fn cache() -> Result<PathBuf> {
     let folder = |name: &str| std::env::var_os(name).filter(|f| !f.is_empty()).map(PathBuf::from);
     folder("DCP_INTEROP_CACHE")
         .or_else(|| Some(folder("XDG_CACHE_HOME")?.join("dcp-interop")))

@@ -10,8 +10,8 @@ use std::time::Instant;
 use serde_json::Value;
 
 use crate::machine::build;
-use crate::process::{Scratch, output, succeeds};
-use crate::{Result, workspace};
+use xtask_host::process::{Scratch, output, succeeds};
+use xtask_host::{Result, workspace};
 
 /// Rounds of every row. Those that seem to be worse than committed, and new ones, take
 /// [`ROUNDS_MAX`].

@@ -7,21 +7,21 @@ use std::time::{Duration, Instant};
 use crate::Result;
 
 /// Runs to the end, its output shown as it comes.
-pub(crate) fn run(command: &mut Command) -> Result {
+pub fn run(command: &mut Command) -> Result {
     println!("$ {}", shown(command));
     let status = command.status().map_err(|error| cannot_start(command, &error))?;
     if status.success() { Ok(()) } else { Err(format!("{status}: {}", shown(command)).into()) }
 }
 
 /// Runs to the end and returns what it printed.
-pub(crate) fn output(command: &mut Command) -> Result<String> {
+pub fn output(command: &mut Command) -> Result<String> {
     let output =
         command.stderr(Stdio::inherit()).output().map_err(|error| cannot_start(command, &error))?;
     checked(&shown(command), &output)
 }
 
 /// Whether a program can be started and succeeds; what it says is not shown.
-pub(crate) fn succeeds(command: &mut Command) -> bool {
+pub fn succeeds(command: &mut Command) -> bool {
     let quiet = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     quiet.status().is_ok_and(|status| status.success())
 }
@@ -37,7 +37,7 @@ fn checked(shown: &str, output: &Output) -> Result<String> {
 ///
 /// The first rank that fails ends the others: what it printed is the cause, and the rest would
 /// only report their deadlines.
-pub(crate) fn run_ranks(commands: Vec<Command>, limit: Duration) -> Result {
+pub fn run_ranks(commands: Vec<Command>, limit: Duration) -> Result {
     let mut ranks = Vec::new();
     for mut command in commands {
         match command.spawn() {
@@ -98,14 +98,14 @@ fn shown(command: &Command) -> String {
 
 /// A folder that is removed when it goes out of scope, unless it is to be kept.
 #[derive(Debug)]
-pub(crate) struct Scratch {
+pub struct Scratch {
     path: PathBuf,
     keep: bool,
 }
 
 impl Scratch {
     /// A new folder under `parent`.
-    pub(crate) fn new(parent: &Path, name: &str, keep: bool) -> Result<Self> {
+    pub fn new(parent: &Path, name: &str, keep: bool) -> Result<Self> {
         let path = parent.join(format!("{name}-{}", std::process::id()));
         std::fs::create_dir_all(&path)
             .map_err(|error| format!("cannot create {}: {error}", path.display()))?;
@@ -116,7 +116,7 @@ impl Scratch {
     }
 
     /// The folder.
-    pub(crate) fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         &self.path
     }
 }

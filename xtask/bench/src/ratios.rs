@@ -2,19 +2,19 @@
 //!
 //! Seconds depend on the machine and on its other work. A ratio is the seconds of the limit (plain
 //! system calls, a copy of memory, `cp`) by ours, so it depends on both much less.
-//! [`crate::bench_rows`] measures; this module compares with the committed ratios.
+//! [`crate::rows`] measures; this module compares with the committed ratios.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use serde_json::{Map, Value, json};
 
-use crate::bench_rows::{self, Folders, Found};
 use crate::machine::machine;
-use crate::{Result, workspace};
+use crate::rows::{self, Folders, Found};
+use xtask_host::{Result, workspace};
 
 /// The committed ratios.
-const TABLE: &str = "xtask/bench_ratios.json";
+const TABLE: &str = "xtask/bench/ratios.json";
 /// The part of a ratio that may be lost.
 const LOSS_MAX: f64 = 0.20;
 const USAGE: &str =
@@ -79,8 +79,7 @@ pub(crate) fn check(args: &[&str]) -> Result {
     };
     let machine = machine();
     // An update takes as many rounds as a row that seems to be worse.
-    let found =
-        bench_rows::measure(&folders, &|name, ratio| !update && before.is_kept(name, ratio))?;
+    let found = rows::measure(&folders, &|name, ratio| !update && before.is_kept(name, ratio))?;
 
     println!("\n{machine}\nThe committed ratios: {}\n", before.machine);
     println!("| speed as a part of the limit's | committed | measured | loss |");

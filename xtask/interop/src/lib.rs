@@ -3,7 +3,9 @@
 //! torch saves on 4 processes, Rust loads on 2 and on 3 and compares bit for bit; Rust saves on
 //! 3 processes over TCP, torch loads on 1, 2 and 4. Files of `torch.save` go from torch through
 //! Rust to torch, in every form; Hugging Face folders go through the command, and transformers
-//! opens them. The Rust half is `dcp/examples/interop/`, the Python half is in `xtask/python/`.
+//! opens them. The Rust half is `dcp/examples/interop/`, the Python half is in `xtask/interop/python/`.
+
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "for a command-line tool")]
 
 mod megatron;
 mod object;
@@ -12,8 +14,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::process::{Scratch, run, run_ranks};
-use crate::{Result, port, venv, workspace};
+use xtask_host::process::{Scratch, run, run_ranks};
+use xtask_host::{Result, port, venv, workspace};
 
 /// Far more than any step takes; a hang is a failure, not a wait.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -34,7 +36,7 @@ const COMPRESSED_SAVES: &[(&str, u32, &str, u32)] =
     &[("compressed", 3, "zstd", 5), ("compressed", 3, "zstd", 6), ("compressed_one", 1, "zstd", 7)];
 
 /// Runs everything; the first difference is an error.
-pub(crate) fn main(args: &[&str]) -> Result {
+pub fn main(args: &[&str]) -> Result {
     let (mut torch, mut keep, mut olmo) = (venv::NEWEST, false, false);
     let (mut megatron, mut object, mut framework) = (None, false, None);
     let mut args = args.iter();
@@ -373,7 +375,7 @@ impl Run<'_> {
     /// A script run by the Python of another environment.
     fn script_of(python: &Path, name: &str) -> Command {
         let mut python = Command::new(python);
-        python.arg(workspace::root().join("xtask/python").join(name));
+        python.arg(workspace::root().join("xtask/interop/python").join(name));
         // Nothing is written into the checkout.
         python.env("PYTHONDONTWRITEBYTECODE", "1");
         python

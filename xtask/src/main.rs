@@ -33,6 +33,8 @@ mod phrases;
 #[cfg(test)]
 mod public_names;
 #[cfg(test)]
+mod publish_order;
+#[cfg(test)]
 mod reliability;
 #[cfg(test)]
 mod setters;

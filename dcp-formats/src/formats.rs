@@ -15,3 +15,20 @@ pub fn formats() -> FormatRegistry {
     let formats = formats.with(std::sync::Arc::new(crate::dcp::DcpFormat));
     formats
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn formats_of_the_build_are_listed_and_no_others() {
+        let formats = formats();
+        for (name, is_compiled) in [
+            ("torch_save", cfg!(feature = "torch-save")),
+            ("huggingface", cfg!(feature = "hf")),
+            ("dcp", cfg!(feature = "torch-dcp")),
+        ] {
+            assert_eq!(formats.by_name(name).is_some(), is_compiled, "{name}");
+        }
+    }
+}

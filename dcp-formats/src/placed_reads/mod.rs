@@ -26,8 +26,6 @@ mod pieces;
 mod transform;
 #[cfg(not(feature = "torch-dcp"))]
 mod unread_archives;
-#[cfg(not(feature = "torch-dcp"))]
-use unread_archives as archives;
 mod whole;
 
 use std::collections::HashMap;
@@ -47,6 +45,9 @@ use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
 pub use transform::without_transforms;
+
+#[cfg(not(feature = "torch-dcp"))]
+use unread_archives as archives;
 
 use archives::Archives;
 #[cfg(feature = "torch-dcp")]

@@ -63,7 +63,7 @@
 //! | `state` | yes | state dicts of models and optimizers as `torch.distributed.checkpoint.state_dict` makes them |
 //! | `blocking` | yes | the API for callers without a runtime |
 //! | `zstd` | yes | reading and writing items through PyTorch's zstd extension |
-//! | `safetensors` | no | tensors of the `safetensors` crate in a state dict, and the reverse, without a copy |
+//! | `safetensors-crate` | no | tensors of the `safetensors` crate in a state dict, and the reverse, without a copy |
 
 #[cfg(feature = "blocking")]
 mod block_on;

@@ -55,6 +55,7 @@
 //! | `cache` | yes | a cache of remote storages on local disk, and turns to upload, for the processes of a node |
 //! | `trace` | yes | traces of saves and loads: phases, files and requests of every rank, which Perfetto opens |
 //! | `collectives` | yes | groups of ranks: threads of one process, or processes over TCP |
+//! | `tls` | no | mutual TLS between ranks over TCP |
 //! | `convert` | yes | offline jobs: inspect, verify, get, diff, stats, convert, reshard, average, merge, report |
 //! | `checkpoint` | yes | whole checkpoints by URL: open, verify, convert, merge, average, reshard, and the [`manager`] of a run; brings `convert` and no framework |
 //! | `olmo` | yes | OLMo-core's runs, optimizer layouts and checkpoint functions; brings `checkpoint` |

@@ -145,6 +145,30 @@ fn every_place_of_the_way_is_there() {
     assert!(wrong.is_empty(), "ARCHITECTURE.md sends readers to what is not there: {wrong:?}");
 }
 
+/// Every feature has a row where its package documents features, and no other row is there.
+#[test]
+fn tables_of_features_are_those_of_the_manifests() {
+    const TABLES: [(&str, &str, &str); 3] = [
+        ("distcp", "docs/reference/features.md", "## Features of the package `distcp`"),
+        ("distcp", "dcp/src/lib.rs", "# Features"),
+        ("dcp-formats", "docs/reference/features.md", "## Features of `dcp-formats`"),
+    ];
+    let packages = workspace::packages().unwrap();
+    for (name, document, head) in TABLES {
+        let text = std::fs::read_to_string(workspace::root().join(document)).unwrap();
+        let (_, section) = text.split_once(&format!("{head}\n")).unwrap();
+        let lines = section.lines().map(|line| line.trim_start_matches("//! "));
+        let rows =
+            lines.take_while(|line| !line.starts_with('#')).filter(|line| line.contains('|'));
+        let cells = rows.map(|row| row.split('|').nth(1).unwrap_or_default());
+        let mut listed: Vec<&str> =
+            cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect();
+        listed.sort_unstable();
+        let package = packages.iter().find(|package| package.name == name).unwrap();
+        assert_eq!(listed, package.features, "{document} and the features of {name}");
+    }
+}
+
 /// Scripts and tables of xtask's commands, which no compiler looks for.
 #[test]
 fn files_that_commands_name_are_there() {

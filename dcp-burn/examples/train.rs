@@ -15,7 +15,7 @@ use burn_core::module::{Module, Param};
 use burn_core::tensor::{Device, TensorData};
 use burn_nn::{Linear, LinearConfig};
 use burn_optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
-use dcp::checkpoint::run::SaveSchedule;
+use dcp::jobs::run::SaveSchedule;
 use dcp::collectives::TcpConfig;
 use dcp::manager::CheckpointManager;
 use dcp::{Checkpointer, Collective, Value};

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Init, Optimizer, ParamsAdamW, VarMap};
-use dcp::checkpoint::run::SaveSchedule;
+use dcp::jobs::run::SaveSchedule;
 use dcp::collectives::TcpConfig;
 use dcp::manager::CheckpointManager;
 use dcp::{Checkpointer, Collective};

@@ -8,23 +8,21 @@ use std::sync::Arc;
 
 use clap::{CommandFactory, FromArgMatches};
 use dcp::StorageRegistry;
-use dcp::checkpoint::framework::Framework;
 use dcp::collectives::Launch;
 use dcp::core::format::CheckpointFormat;
 use dcp::core::text::Quoted;
+use dcp::jobs::framework::Framework;
 use dcp::trace::TraceRecorder;
 
 use crate::cli::{Cli, Command};
-use crate::command;
 use crate::failure::{Exit, Failure};
-use crate::interrupt;
 use crate::options::{Global, with_targets};
+use crate::output::error_report;
 use crate::output::style::Style;
-use crate::output::{self, error_report};
 use crate::plugins::Plugins;
 use crate::ranks::Ranks;
 use crate::session::Session;
-use crate::threads;
+use crate::{command, interrupt, output, threads};
 
 /// The `dcp` command, with the storages, formats and frameworks of plug-ins in addition to its own.
 ///

@@ -3,9 +3,10 @@
 use std::error::Error;
 use std::io;
 
-use dcp::checkpoint::{self, ErrorKind};
-use dcp::convert::ConvertError;
 use dcp::core::{CheckpointError, StorageError};
+use dcp::jobs;
+use dcp::jobs::ErrorKind;
+use dcp::jobs::JobError;
 use dcp::mapping::MappingError;
 use dcp::megatron::MegatronError;
 use serde_json::{Value, json};
@@ -139,8 +140,8 @@ fn exit(kind: ErrorKind) -> Exit {
     }
 }
 
-impl From<checkpoint::Error> for Failure {
-    fn from(error: checkpoint::Error) -> Self {
+impl From<jobs::Error> for Failure {
+    fn from(error: jobs::Error) -> Self {
         let failure = Self::of(exit(error.kind()), &error);
         match error.hint() {
             Some(hint) => failure.hint(hint),
@@ -154,13 +155,13 @@ macro_rules! from_below {
     ($($error:ty),*) => {
         $(impl From<$error> for Failure {
             fn from(error: $error) -> Self {
-                checkpoint::Error::from(error).into()
+                jobs::Error::from(error).into()
             }
         })*
     };
 }
 
-from_below!(CheckpointError, StorageError, ConvertError, MegatronError, MappingError);
+from_below!(CheckpointError, StorageError, JobError, MegatronError, MappingError);
 
 impl From<io::Error> for Failure {
     /// Output without a reader, as in `dcp … | head`, is no failure.

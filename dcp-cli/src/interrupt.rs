@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use dcp::checkpoint::rollback::{Quiet, Rollback, Undone};
-use dcp::convert::group::JobGroup;
+use dcp::jobs::group::JobGroup;
+use dcp::jobs::rollback::{Quiet, Rollback, Undone};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use tokio::sync::oneshot;

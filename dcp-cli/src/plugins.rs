@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use dcp::StorageRegistry;
-use dcp::checkpoint::Format;
-use dcp::checkpoint::framework::{Framework, Frameworks};
 use dcp::core::format::{CheckpointFormat, FormatRegistry};
+use dcp::jobs::Format;
+use dcp::jobs::framework::{Framework, Frameworks};
 
 type Register = dyn Fn(&mut StorageRegistry) + Send + Sync;
 

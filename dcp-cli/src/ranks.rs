@@ -7,11 +7,11 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use dcp::checkpoint;
 use dcp::collectives::{EnvError, Launch, TcpCollective, TcpConfig};
-use dcp::convert::group::{GroupEnd, JobGroup};
 use dcp::core::text::{Quoted, counted};
 use dcp::core::{CheckpointError, Collective, CollectiveError};
+use dcp::jobs;
+use dcp::jobs::group::{GroupEnd, JobGroup};
 
 use crate::failure::{Exit, Failure};
 use crate::options::Global;
@@ -192,7 +192,7 @@ fn connect(config: TcpConfig, waiting: String, quiet: bool) -> Result<TcpCollect
     collective.map_err(|error| {
         // Its message says what to set; the other ranks are not missing.
         let hint = (!matches!(error, CollectiveError::CannotListen { .. })).then_some(ALONE);
-        let error = checkpoint::Error::from(CheckpointError::from(error));
+        let error = jobs::Error::from(CheckpointError::from(error));
         let failure = Failure::from(error);
         match hint {
             Some(hint) => failure.hint(hint),

@@ -2,10 +2,10 @@
 
 use dcp::StorageRegistry;
 use dcp::cache::{CacheFolder, cache_layer};
-use dcp::checkpoint::{Checkpoint, Need, Opener, Rollback};
-use dcp::convert::JobOptions;
-use dcp::convert::group::JobGroup;
 use dcp::core::format::WantedKeys;
+use dcp::jobs::JobOptions;
+use dcp::jobs::group::JobGroup;
+use dcp::jobs::{Checkpoint, Need, Opener, Rollback};
 use dcp::trace::TraceRecorder;
 
 use crate::failure::{Exit, Failure};

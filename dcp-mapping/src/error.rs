@@ -1,8 +1,8 @@
 //! Errors of mappings, and of checkpoints that do not match one.
 
-use dcp_convert::ConvertError;
 use dcp_core::CheckpointError;
 use dcp_core::text::{Message, Quoted};
+use dcp_jobs::JobError;
 
 /// A mapping could not be read, or does not fit the checkpoint.
 #[derive(Debug, thiserror::Error)]
@@ -100,7 +100,7 @@ pub enum MappingError {
     },
     /// The checkpoint, or what is beneath it.
     #[error(transparent)]
-    Convert(#[from] ConvertError),
+    Convert(#[from] JobError),
 }
 
 impl From<CheckpointError> for MappingError {

@@ -2,8 +2,8 @@
 //!
 //! # Views
 //!
-//! [`map_to_hf`] and [`map_to_megatron`] make a [`Source`](dcp_convert::Source) that any job of
-//! [`dcp_convert`] reads. Nothing is copied before that, and only what is being read is held in
+//! [`map_to_hf`] and [`map_to_megatron`] make a [`Source`](dcp_jobs::Source) that any job of
+//! [`dcp_jobs`] reads. Nothing is copied before that, and only what is being read is held in
 //! memory. A [`Mapping`] serves both directions.
 
 mod config;

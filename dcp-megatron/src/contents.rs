@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 
-use dcp_convert::find;
-use dcp_convert::jobs::get::Found;
 use dcp_core::metadata::Entry;
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointError, FormatError, StateDict, Storage, Tensor, Value};
+use dcp_jobs::get::{Found, find};
 use indexmap::IndexMap;
 
 use crate::disk::common_state::{COMMON_OBJECT, CommonPlace};
@@ -172,7 +171,7 @@ pub async fn load_sharded_metadata_with(
 }
 
 /// Every tensor of a checkpoint by its key, whole, and the common state beside them. All of it is
-/// in memory then; jobs of dcp-convert are for what is larger.
+/// in memory then; jobs of `dcp-jobs` are for what is larger.
 ///
 /// # Errors
 ///

@@ -16,7 +16,7 @@
 //!
 //! [`MegatronCheckpoint`] opens what any version wrote, the folder of a run included: `torch_dist`,
 //! zarr, and the `mp_rank_*` folders of `--ckpt-format torch`. What it shows is whole tensors
-//! under the keys of today, and every job of [`dcp_convert`] takes it.
+//! under the keys of today, and every job of [`dcp_jobs`] takes it.
 //!
 //! # Saving and loading
 //!

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dcp_convert::integrity::{Problem, ProblemKind};
 use dcp_core::metadata::Entry;
 use dcp_core::{CheckpointMetadata, Dims, Region};
+use dcp_jobs::integrity::{Problem, ProblemKind};
 
 use crate::sharded::ObjectKey;
 

@@ -1,8 +1,6 @@
 //! Checkpoints of OLMo-core as a format that plugs in.
 
 use async_trait::async_trait;
-use dcp_checkpoint::run::StepNaming;
-use dcp_convert::list_run;
 use dcp_core::format::{
     CheckpointFormat, CheckpointTarget, Evidence, Examined, Folder, FormatInfo, FormatRegistry,
     Occupant, OpenOptions, OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker,
@@ -12,6 +10,8 @@ use dcp_core::storage::StorageExt as _;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, StorageError};
 use dcp_formats::dcp::{DcpFiles, DcpFormat};
 use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
+use dcp_jobs::listing::list_run;
+use dcp_jobs::run::StepNaming;
 use serde::Deserialize;
 
 /// The folder of a step that contains the DCP checkpoint.
@@ -27,7 +27,7 @@ pub struct OlmoFormat;
 
 /// The formats in the folders of an OLMo-core run.
 pub(crate) fn formats() -> FormatRegistry {
-    dcp_convert::formats().with(std::sync::Arc::new(OlmoFormat))
+    dcp_jobs::listing::formats().with(std::sync::Arc::new(OlmoFormat))
 }
 
 /// The rule of OLMo-core's (3.0) `dir_is_checkpoint`, which requires all three files and reads

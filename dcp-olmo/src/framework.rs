@@ -3,15 +3,14 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_checkpoint::framework::{
+use dcp_core::format::OpenedCheckpoint;
+use dcp_core::{Storage, StorageError};
+use dcp_jobs::framework::{
     Concern, Framework, FrameworkCheckpoint, FrameworkOptions, FrameworkTarget, Options,
     Preparation, RunLayout, Taken,
 };
-use dcp_checkpoint::{Checkpoint, Error, ErrorKind, FileJob};
-use dcp_convert::keys::StatePart;
-use dcp_convert::{JobOptions, Source};
-use dcp_core::format::OpenedCheckpoint;
-use dcp_core::{Storage, StorageError};
+use dcp_jobs::keys::StatePart;
+use dcp_jobs::{Checkpoint, Error, ErrorKind, FileJob, JobOptions, Source};
 
 use crate::layout::{OptimizerLayout, source_with_layout};
 use crate::unshard::{UnshardOptions, UnshardReport, unshard_checkpoint};
@@ -27,14 +26,14 @@ const SETTER: &str = "`OptimizerLayout`";
 /// ```
 /// use std::sync::Arc;
 ///
-/// use dcp_checkpoint::framework::Frameworks;
-/// use dcp_checkpoint::{Opener, Rollback};
-/// use dcp_convert::JobOptions;
+/// use dcp_jobs::framework::Frameworks;
+/// use dcp_jobs::{Opener, Rollback};
+/// use dcp_jobs::JobOptions;
 /// use dcp_olmo::{Olmo, OlmoFormat, OptimizerLayout, UnshardOptions};
 ///
-/// # async fn example(storages: dcp_core::registry::StorageRegistry) -> Result<(), dcp_checkpoint::Error> {
+/// # async fn example(storages: dcp_core::registry::StorageRegistry) -> Result<(), dcp_jobs::Error> {
 /// let opener = Opener::new(storages)
-///     .formats(dcp_convert::formats().with(Arc::new(OlmoFormat)))
+///     .formats(dcp_jobs::listing::formats().with(Arc::new(OlmoFormat)))
 ///     .frameworks(Frameworks::none().with(Arc::new(Olmo)));
 /// let step = opener.open("run/step1000").await?;
 /// step.reshard("nested").ranks(8).with(OptimizerLayout::Nested).run().await?;

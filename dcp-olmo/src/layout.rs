@@ -10,10 +10,11 @@ use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
 
-use dcp_convert::{CheckedSource, ConvertError, JobOptions, Source};
 use dcp_core::metadata::Entry;
 use dcp_core::path::{PathItem, StatePath};
 use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, StorageReader, Value};
+use dcp_jobs::integrity::CheckedSource;
+use dcp_jobs::{JobError, JobOptions, Source};
 use indexmap::IndexMap;
 
 use crate::groups::{Setting, equal_groups, given_groups};
@@ -143,7 +144,7 @@ pub async fn with_layout(
 }
 
 /// Like [`with_layout`], for a job on a whole checkpoint, such as
-/// [`reshard`](dcp_convert::reshard()).
+/// [`reshard`](dcp_jobs::reshard::reshard()).
 ///
 /// # Errors
 ///
@@ -152,7 +153,7 @@ pub async fn source_with_layout(
     source: &Source,
     layout: OptimizerLayout,
     job: &JobOptions,
-) -> Result<Source, ConvertError> {
+) -> Result<Source, JobError> {
     let inner = CheckedSource::new(source, job);
     let reader = with_layout(Arc::clone(&inner.reader), layout).await?;
     Ok(Source::derived(reader, std::slice::from_ref(&inner)).unwrap_or_else(|| source.clone()))

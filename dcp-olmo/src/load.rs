@@ -4,9 +4,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_convert::ConvertError;
-use dcp_convert::cast::CastOptions;
-use dcp_convert::view::Cast;
 use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::plan::{LoadPlan, LoadReport, PlanContext, StateIndex};
 use dcp_core::planner::LoadPlanner;
@@ -17,6 +14,9 @@ use dcp_core::{
 };
 use dcp_engine::{LoadMode, Loader};
 use dcp_formats::dcp::DcpReader;
+use dcp_jobs::JobError;
+use dcp_jobs::cast::CastOptions;
+use dcp_jobs::view::Cast;
 use dcp_planner::{DefaultLoadPlanner, FlattenRule, flatten};
 use tokio::sync::OnceCell;
 
@@ -186,12 +186,11 @@ impl Adapted {
             .collect();
         let rule = |fqn: &str, stored: DType| {
             let wanted = wanted.get(fqn).copied()?;
-            (dcp_convert::cast::is_float(stored) && dcp_convert::cast::is_float(wanted))
-                .then_some(wanted)
+            (dcp_jobs::cast::is_float(stored) && dcp_jobs::cast::is_float(wanted)).then_some(wanted)
         };
         let cast = Cast::new(reader, rule, CastOptions::default()).await;
         cast.map(|cast| Arc::new(cast) as Arc<dyn StorageReader>).map_err(|error| match error {
-            ConvertError::Checkpoint(error) => error,
+            JobError::Checkpoint(error) => error,
             other => {
                 PlanError::NotCastable { fqn: "cast".to_owned(), problem: other.to_string() }.into()
             }

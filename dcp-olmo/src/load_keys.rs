@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use dcp_convert::ConvertError;
-use dcp_convert::keys::unknown_fqn;
 use dcp_core::path::PathItem;
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, StorageReader, Value};
+use dcp_jobs::JobError;
+use dcp_jobs::keys::unknown_fqn;
 use dcp_planner::{KeyFilter, unflatten};
 use futures_core::Stream;
 use futures_util::{StreamExt, stream};
@@ -33,7 +33,7 @@ use crate::values::read_values;
 pub async fn load_keys<K: Into<String>>(
     reader: Arc<dyn StorageReader>,
     keys: impl IntoIterator<Item = K>,
-) -> Result<impl Stream<Item = Result<(String, Value), CheckpointError>>, ConvertError> {
+) -> Result<impl Stream<Item = Result<(String, Value), CheckpointError>>, JobError> {
     let metadata = reader.metadata().await?;
     let mut wanted = Vec::new();
     let mut unknown = Vec::new();
@@ -49,7 +49,7 @@ pub async fn load_keys<K: Into<String>>(
         [one] => return Err(unknown_fqn(&metadata, one)),
         many => {
             let fqns = many.iter().map(|key| format!("{key:?}")).collect();
-            return Err(ConvertError::UnknownFqns { fqns });
+            return Err(JobError::UnknownFqns { fqns });
         }
     }
     Ok(stream::iter(wanted).then(move |(key, found)| {

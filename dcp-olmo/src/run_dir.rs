@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
-use dcp_convert::list_run;
-use dcp_convert::open::RunEntry;
 use dcp_core::format::Subfolder;
 use dcp_core::storage::StorageExt;
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use dcp_formats::dcp::DcpReader;
 use dcp_formats::torch_save::TorchSaveReader;
+use dcp_jobs::listing::{RunEntry, list_run};
 use futures_util::StreamExt;
 
 use crate::format::{COMMIT, MODEL_FOLDER, OlmoNote, TRAIN, formats, olmo_step};

@@ -11,7 +11,7 @@
 
 use std::error::Error;
 
-use dcp::checkpoint::run::{KeepLast, SaveSchedule};
+use dcp::jobs::run::{KeepLast, SaveSchedule};
 use dcp::manager::{CheckpointManager, PendingStep, Preemption, SaveReason};
 use dcp::{Checkpointer, DType, LoadMode, Region, Shard, StateDict, Tensor, Value};
 

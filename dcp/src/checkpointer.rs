@@ -286,7 +286,7 @@ impl Checkpointer {
     }
 
     /// The same, whose saves note their step in the sidecar, unless the caller chose the writer.
-    #[cfg(feature = "checkpoint")]
+    #[cfg(feature = "jobs")]
     pub(crate) fn noting_steps(&self, step: u64, parent_step: Option<u64>) -> Self {
         let mut noting = self.clone();
         if self.notes_steps {
@@ -473,7 +473,7 @@ impl<'a, S: Stateful + Send + ?Sized> IntoFuture for Load<'a, S> {
     }
 }
 
-#[cfg(feature = "checkpoint")]
+#[cfg(feature = "jobs")]
 impl Checkpointer {
     pub(crate) fn storage_registry(&self) -> StorageRegistry {
         self.traced_storages()

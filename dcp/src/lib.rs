@@ -5,7 +5,7 @@
 //! ```no_run
 //! use dcp::{DType, Format};
 //!
-//! # async fn example() -> Result<(), dcp::checkpoint::Error> {
+//! # async fn example() -> Result<(), dcp::jobs::Error> {
 //! let run = dcp::open("runs/step_1000").await?;
 //! let model = run.convert("my-model").to(Format::HuggingFace).dtype(DType::BFloat16).run().await?;
 //! let verdict = run.verify().deep(true).run().await?;
@@ -38,10 +38,9 @@
 //!
 //! The crates behind it can be used on their own: [`core`] for the vocabulary and the traits that
 //! plug-ins implement, [`planner`] for geometry and policy, [`formats`] for the bytes,
-//! [`engine`] for the protocols. With their features, `convert` has offline jobs on whole
-//! checkpoints, `megatron` and `olmo` what these frameworks save and load, `mapping` their weights
-//! as Hugging Face has them, `state` the state dicts of models and optimizers, `checkpoint` whole
-//! checkpoints by URL.
+//! [`engine`] for the protocols. With their features, `jobs` has whole checkpoints by URL and every job
+//! on them, `megatron` and `olmo` what these frameworks save and load, `mapping` their weights
+//! as Hugging Face has them, `state` the state dicts of models and optimizers.
 //!
 //! # Features
 //!
@@ -56,11 +55,10 @@
 //! | `trace` | yes | traces of saves and loads: phases, files and requests of every rank, which Perfetto opens |
 //! | `collectives` | yes | groups of ranks: threads of one process, or processes over TCP |
 //! | `tls` | no | mutual TLS between ranks over TCP |
-//! | `convert` | yes | offline jobs: inspect, verify, get, diff, stats, convert, reshard, average, merge, report |
-//! | `checkpoint` | yes | whole checkpoints by URL: open, verify, convert, merge, average, reshard, and the [`manager`] of a run; brings `convert` and no framework |
-//! | `olmo` | yes | OLMo-core's runs, optimizer layouts and checkpoint functions; brings `checkpoint` |
-//! | `megatron` | yes | Megatron-Core's checkpoints of every age, its sharded state dicts, its save and load; brings `checkpoint` |
-//! | `mapping` | yes | mappings of weights between Megatron-Core's names and Hugging Face's; brings `checkpoint` |
+//! | `jobs` | yes | whole checkpoints by URL: open, inspect, verify, get, diff, stats, convert, reshard, average, merge, copy, report, and the [`manager`] of a run; brings no framework |
+//! | `olmo` | yes | OLMo-core's runs, optimizer layouts and checkpoint functions; brings `jobs` |
+//! | `megatron` | yes | Megatron-Core's checkpoints of every age, its sharded state dicts, its save and load; brings `jobs` |
+//! | `mapping` | yes | mappings of weights between Megatron-Core's names and Hugging Face's; brings `jobs` |
 //! | `state` | yes | state dicts of models and optimizers as `torch.distributed.checkpoint.state_dict` makes them |
 //! | `blocking` | yes | the API for callers without a runtime |
 //! | `zstd` | yes | reading and writing items through PyTorch's zstd extension |
@@ -69,20 +67,18 @@
 #[cfg(feature = "blocking")]
 mod block_on;
 pub mod checkpointer;
-#[cfg(feature = "checkpoint")]
+#[cfg(feature = "jobs")]
 pub mod manager;
 pub mod plugins;
 mod storages;
 
-#[cfg(feature = "checkpoint")]
-pub use dcp_checkpoint as checkpoint;
 #[cfg(feature = "collectives")]
 pub use dcp_collectives as collectives;
-#[cfg(feature = "convert")]
-pub use dcp_convert as convert;
 pub use dcp_core as core;
 pub use dcp_engine as engine;
 pub use dcp_formats as formats;
+#[cfg(feature = "jobs")]
+pub use dcp_jobs as jobs;
 #[cfg(feature = "mapping")]
 pub use dcp_mapping as mapping;
 #[cfg(feature = "megatron")]
@@ -105,14 +101,14 @@ pub use dcp_trace as trace;
 #[cfg(feature = "blocking")]
 pub use block_on::block_on;
 pub use checkpointer::Checkpointer;
-#[cfg(feature = "checkpoint")]
-pub use dcp_checkpoint::{Checkpoint, Format, Opener};
 pub use dcp_core::registry::StorageRegistry;
 pub use dcp_core::{
     CheckpointError, Collective, DType, HostMemory, Region, Shard, StateDict, Stateful, Storage,
     Tensor, Value,
 };
 pub use dcp_engine::{AppState, LoadMode};
+#[cfg(feature = "jobs")]
+pub use dcp_jobs::{Checkpoint, Format, Opener};
 pub use storages::default_storages;
 #[cfg(feature = "fs")]
 pub use storages::storages_following_links;
@@ -123,7 +119,7 @@ pub use storages::storages_following_links;
 struct Readme;
 
 /// So do those of the guides.
-#[cfg(all(doctest, feature = "blocking", feature = "fs", feature = "checkpoint"))]
+#[cfg(all(doctest, feature = "blocking", feature = "fs", feature = "jobs"))]
 #[doc = include_str!("../../docs/guides/resume-training.md")]
 struct Guides;
 
@@ -169,21 +165,21 @@ pub fn load<S: Stateful + Send + ?Sized>(
 /// # Errors
 ///
 /// When there is nothing, no checkpoint, or one that cannot be read.
-#[cfg(feature = "checkpoint")]
-pub async fn open(url: &str) -> Result<Checkpoint, checkpoint::Error> {
+#[cfg(feature = "jobs")]
+pub async fn open(url: &str) -> Result<Checkpoint, jobs::Error> {
     opener(default_storages()).open(url).await
 }
 
 /// An opener of what these storages serve, with the formats and frameworks of this build.
 ///
 /// ```no_run
-/// # async fn example() -> Result<(), dcp::checkpoint::Error> {
+/// # async fn example() -> Result<(), dcp::jobs::Error> {
 /// let opener = dcp::opener(dcp::default_storages()).on_note(|note| eprintln!("note: {note}"));
 /// let checkpoint = opener.open("runs/step_1000").await?;
 /// # Ok(())
 /// # }
 /// ```
-#[cfg(feature = "checkpoint")]
+#[cfg(feature = "jobs")]
 #[must_use]
 pub fn opener(storages: StorageRegistry) -> Opener {
     let (formats, frameworks) = (plugins::default_formats(), plugins::default_frameworks());

@@ -1,16 +1,16 @@
 //! The formats and frameworks of this build's features, to which plug-ins add theirs.
 
-#[cfg(feature = "checkpoint")]
-use dcp_checkpoint::framework::Frameworks;
 use dcp_core::format::FormatRegistry;
+#[cfg(feature = "jobs")]
+use dcp_jobs::framework::Frameworks;
 
 /// The formats that this build opens: PyTorch DCP, safetensors and `torch.save`; with their
 /// features, those of OLMo-core and Megatron-Core. A plug-in registers its own in addition.
 #[must_use]
 pub fn default_formats() -> FormatRegistry {
-    #[cfg(feature = "convert")]
-    let formats = dcp_convert::formats();
-    #[cfg(not(feature = "convert"))]
+    #[cfg(feature = "jobs")]
+    let formats = dcp_jobs::listing::formats();
+    #[cfg(not(feature = "jobs"))]
     let formats = dcp_formats::formats();
     #[cfg(feature = "olmo")]
     let formats = formats.with(std::sync::Arc::new(dcp_olmo::OlmoFormat));
@@ -21,7 +21,7 @@ pub fn default_formats() -> FormatRegistry {
 
 /// The frameworks and the mapping that add to jobs in this build: with their features, Megatron-Core, OLMo-core
 /// and the mapping of names. A plug-in adds its own.
-#[cfg(feature = "checkpoint")]
+#[cfg(feature = "jobs")]
 #[must_use]
 pub fn default_frameworks() -> Frameworks {
     let frameworks = Frameworks::none();

@@ -4,15 +4,15 @@
 
 use std::sync::Arc;
 
-use dcp::convert::open::{RunEntry, RunListing};
 use dcp::core::format::Listing;
 use dcp::core::storage::{ObjectMeta, PutMode};
 use dcp::core::{Key, Storage};
+use dcp::jobs::listing::{RunEntry, RunListing};
 use dcp_conformance::{CountingStorage, FaultStorage, MemoryStorage};
 use dcp_testing::block_on;
 
 fn list_run(storage: &Arc<dyn Storage>) -> RunListing {
-    block_on(dcp::convert::list_run(storage, &dcp::plugins::default_formats())).unwrap()
+    block_on(dcp::jobs::listing::list_run(storage, &dcp::plugins::default_formats())).unwrap()
 }
 
 fn run(files: &[(&str, &str)]) -> RunListing {
@@ -405,7 +405,7 @@ fn every_checkpoint_below_a_folder_is_counted() {
     let names = (0..200).map(|step| format!("step{step}/.metadata"));
     let metas = names.map(|name| ObjectMeta::new(Key::new(name).unwrap(), 1));
     let listing = Listing::new(metas.collect::<Vec<_>>());
-    let formats = dcp::convert::formats();
+    let formats = dcp::jobs::listing::formats();
     assert_eq!(formats.checkpoints_below(&listing.root()).len(), 200);
     let message = formats.explain(&listing.root());
     let said = "200 checkpoints in folders below it, such as \"step199\"";

@@ -7,16 +7,16 @@ use xtask_host::workspace;
 
 /// Features of the facade, and crates that they must not bring.
 const WITHOUT: [(&str, &[&str]); 6] = [
-    ("fs", &["dcp-checkpoint", "dcp-convert", "dcp-megatron", "dcp-olmo", "dcp-mapping"]),
+    ("fs", &["dcp-jobs", "dcp-megatron", "dcp-olmo", "dcp-mapping"]),
     // A trainer with the manager of a run.
     (
-        "fs,checkpoint,collectives,blocking",
+        "fs,jobs,collectives,blocking",
         &["dcp-megatron", "dcp-olmo", "dcp-mapping", "dcp-storage-object", "toml", "saphyr-parser"],
     ),
     ("fs,megatron", &["dcp-olmo", "dcp-mapping", "dcp-storage-object", "toml", "saphyr-parser"]),
     ("fs,olmo", &["dcp-megatron", "dcp-mapping", "dcp-storage-object", "toml", "saphyr-parser"]),
     ("fs,mapping", &["dcp-megatron", "dcp-olmo", "dcp-storage-object"]),
-    ("memory", &["dcp-storage-fs", "dcp-checkpoint", "dcp-megatron", "dcp-olmo", "dcp-mapping"]),
+    ("memory", &["dcp-storage-fs", "dcp-jobs", "dcp-megatron", "dcp-olmo", "dcp-mapping"]),
 ];
 
 /// Features of the formats, and crates that they must not bring.
@@ -54,7 +54,7 @@ fn a_feature_brings_no_framework_but_its_own() {
 #[test]
 fn the_default_features_bring_every_framework() {
     let built = built_from("distcp", "default");
-    for name in ["dcp-checkpoint", "dcp-megatron", "dcp-olmo", "dcp-mapping"] {
+    for name in ["dcp-jobs", "dcp-megatron", "dcp-olmo", "dcp-mapping"] {
         assert!(built.contains(name), "{name}");
     }
 }

@@ -147,28 +147,8 @@ const LAYERS: &[Layer] = &[
         never_named: &["StorageReader", "StorageWriter", "SavePlan", "LoadPlan", "std::net"],
     },
     Layer {
-        package: "dcp-convert",
-        uses: &["dcp-core", "dcp-cast", "dcp-planner", "dcp-formats"],
-        tests_use: &[
-            "dcp-conformance",
-            "dcp-testing",
-            "dcp-storage-fs",
-            "dcp-collectives",
-            "dcp-engine",
-        ],
-        never: &["object_store", "reqwest", "hyper", "zip"],
-        never_named: &["std::net", "std::process::Command"],
-    },
-    Layer {
         package: "dcp-olmo",
-        uses: &[
-            "dcp-core",
-            "dcp-planner",
-            "dcp-formats",
-            "dcp-engine",
-            "dcp-convert",
-            "dcp-checkpoint",
-        ],
+        uses: &["dcp-core", "dcp-planner", "dcp-formats", "dcp-engine", "dcp-jobs"],
         tests_use: &["dcp-conformance", "dcp-testing", "dcp-storage-fs", "dcp-collectives"],
         never: &["object_store", "reqwest", "hyper", "zip"],
         never_named: &["std::fs", "std::net", "std::process::Command"],
@@ -182,29 +162,22 @@ const LAYERS: &[Layer] = &[
     },
     Layer {
         package: "dcp-mapping",
-        uses: &["dcp-core", "dcp-planner", "dcp-formats", "dcp-convert", "dcp-checkpoint"],
+        uses: &["dcp-core", "dcp-planner", "dcp-formats", "dcp-jobs"],
         tests_use: &["dcp-conformance", "dcp-testing", "dcp-storage-fs"],
         never: &["object_store", "reqwest", "hyper", "zip"],
         never_named: &["std::fs", "std::net", "std::process::Command"],
     },
     Layer {
         package: "dcp-megatron",
-        uses: &[
-            "dcp-core",
-            "dcp-planner",
-            "dcp-formats",
-            "dcp-engine",
-            "dcp-convert",
-            "dcp-checkpoint",
-        ],
+        uses: &["dcp-core", "dcp-planner", "dcp-formats", "dcp-engine", "dcp-jobs"],
         tests_use: &["dcp-conformance", "dcp-testing", "dcp-storage-fs", "dcp-collectives"],
         never: &["object_store", "reqwest", "hyper", "zip"],
         never_named: &["std::fs", "std::net", "std::process::Command"],
     },
     Layer {
-        package: "dcp-checkpoint",
-        uses: &["dcp-core", "dcp-planner", "dcp-engine", "dcp-formats", "dcp-convert"],
-        tests_use: &["dcp-conformance", "dcp-testing", "dcp-storage-fs"],
+        package: "dcp-jobs",
+        uses: &["dcp-core", "dcp-cast", "dcp-planner", "dcp-engine", "dcp-formats"],
+        tests_use: &["dcp-conformance", "dcp-testing", "dcp-storage-fs", "dcp-collectives"],
         never: &["object_store", "reqwest", "hyper", "zip", "clap", "indicatif", "comfy-table"],
         never_named: &[
             "std::net",
@@ -232,12 +205,11 @@ const LAYERS: &[Layer] = &[
             "dcp-trace",
             "dcp-collectives",
             "dcp-engine",
-            "dcp-convert",
             "dcp-olmo",
             "dcp-mapping",
             "dcp-megatron",
             "dcp-state",
-            "dcp-checkpoint",
+            "dcp-jobs",
         ],
         tests_use: &["dcp-conformance", "dcp-testing"],
         never: &["aws-lc-rs", "aws-lc-sys", "openssl-sys", "native-tls", "zip"],
@@ -383,13 +355,12 @@ fn sources_do_not_name_what_belongs_elsewhere() {
 /// What a folder holds is known to the format that opens it, and to no crate below that one.
 #[test]
 fn file_names_of_frameworks_stay_in_their_crates() {
-    const BELOW: [&str; 10] = [
-        "dcp-checkpoint",
+    const BELOW: [&str; 9] = [
+        "dcp-jobs",
         "dcp-core",
         "dcp-planner",
         "dcp-formats",
         "dcp-engine",
-        "dcp-convert",
         "dcp-storage-fs",
         "dcp-storage-cache",
         "dcp-storage-object",
@@ -407,7 +378,7 @@ fn file_names_of_frameworks_stay_in_their_crates() {
     ];
     let mut wrong = named_in_sources(|package| if BELOW.contains(&package) { &NAMES } else { &[] });
     // Names of steps are those of every trainer, in one table.
-    wrong.retain(|found| !found.starts_with("dcp-checkpoint/src/step_naming.rs"));
+    wrong.retain(|found| !found.starts_with("dcp-jobs/src/checkpoint/step_naming.rs"));
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use xtask_host::workspace;
 
 /// Crates whose messages reach programs.
-const LIBRARY: [&str; 12] = [
+const LIBRARY: [&str; 11] = [
     "dcp-core",
     "dcp-planner",
     "dcp-formats",
@@ -13,8 +13,7 @@ const LIBRARY: [&str; 12] = [
     "dcp-storage-cache",
     "dcp-engine",
     "dcp-trace",
-    "dcp-convert",
-    "dcp-checkpoint",
+    "dcp-jobs",
     "dcp-olmo",
     "dcp-mapping",
     "dcp-megatron",

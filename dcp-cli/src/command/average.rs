@@ -2,14 +2,13 @@
 
 use clap::{Args, ValueEnum};
 use dcp::DType;
-use dcp::checkpoint::text::{count, list};
-use dcp::checkpoint::{self, Need};
-use dcp::convert::view::{AverageOptions, NonFloat};
+use dcp::jobs;
+use dcp::jobs::Need;
+use dcp::jobs::text::{count, list};
+use dcp::jobs::view::{AverageOptions, NonFloat};
 
 use crate::failure::Failure;
-use crate::options::CorruptOptimizer;
-use crate::options::Destination;
-use crate::options::KeyOptions;
+use crate::options::{CorruptOptimizer, Destination, KeyOptions};
 use crate::output::progress::Bar;
 use crate::output::summary::write_summary;
 use crate::session::Session;
@@ -118,7 +117,7 @@ pub(crate) fn average(args: &Average, session: &Session) -> Result<(), Failure> 
         let bar = Bar::new(out, "averaging");
         let needed = keys.needed(destination.format()?);
         let all = session.open_all(&args.sources, Need::Whole, needed).await?;
-        let average = checkpoint::average(&all, destination)
+        let average = jobs::combine::average(&all, destination)
             .keys(keys)
             .options(args.options())
             .with(args.corrupt_optimizer.options())

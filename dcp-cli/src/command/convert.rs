@@ -1,17 +1,16 @@
 //! `dcp convert`.
 
 use clap::Args;
-use dcp::checkpoint::Need;
-use dcp::convert::view::DequantizeOptions;
 use dcp::core::DType;
+use dcp::jobs::Need;
+use dcp::jobs::view::DequantizeOptions;
 use dcp::mapping::MappingReport;
 use dcp::megatron::framework::TORCH_DIST;
 
 use crate::failure::Failure;
-use crate::options::Arch;
-use crate::options::MegatronOptimizer;
-use crate::options::{Destination, parse_dtype};
-use crate::options::{KeyOptions, OptimizerKeys};
+use crate::options::{
+    Arch, Destination, KeyOptions, MegatronOptimizer, OptimizerKeys, parse_dtype,
+};
 use crate::output::mapping_notes::mapping_notes;
 use crate::output::progress::Bar;
 use crate::output::summary::write_summary;

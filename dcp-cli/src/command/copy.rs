@@ -1,9 +1,9 @@
 //! `dcp copy`.
 
 use clap::Args;
-use dcp::checkpoint::text::count;
-use dcp::convert::JobOptions;
-use dcp::convert::jobs::copy::{Comparing, CopyReport};
+use dcp::jobs::JobOptions;
+use dcp::jobs::copy::{Comparing, CopyReport};
+use dcp::jobs::text::count;
 use serde_json::json;
 
 use crate::failure::Failure;

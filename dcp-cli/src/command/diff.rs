@@ -1,18 +1,18 @@
 //! `dcp diff`.
 
 use clap::Args;
-use dcp::checkpoint::Need;
-use dcp::convert::Selection;
-use dcp::convert::element::Tolerance;
-use dcp::convert::jobs::diff::DiffOptions;
-use dcp::convert::keys::{Rename, StatePart};
+use dcp::jobs::Need;
+use dcp::jobs::Selection;
+use dcp::jobs::diff::DiffOptions;
+use dcp::jobs::element::Tolerance;
+use dcp::jobs::keys::{Rename, StatePart};
 use dcp::planner::KeyFilter;
 
 use crate::failure::{Exit, Failure};
-use crate::options::parse_bytes;
-use crate::options::parse_rename;
+use crate::options::{parse_bytes, parse_rename};
 use crate::output::progress::Bar;
-use crate::output::render::diff::{self, DiffView};
+use crate::output::render::diff;
+use crate::output::render::diff::DiffView;
 use crate::output::summary::unmatched_notes;
 use crate::session::Session;
 use crate::terms::in_messages;

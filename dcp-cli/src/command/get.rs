@@ -4,13 +4,13 @@ use std::path::PathBuf;
 
 use clap::Args;
 use dcp::DType;
-use dcp::checkpoint::Need;
-use dcp::checkpoint::TargetOptions;
-use dcp::checkpoint::jobs::Item;
-use dcp::convert::JobOptions;
-use dcp::convert::jobs::get::Found;
 use dcp::core::format::WantedKeys;
 use dcp::core::text::escaped;
+use dcp::jobs::JobOptions;
+use dcp::jobs::Need;
+use dcp::jobs::TargetOptions;
+use dcp::jobs::get::Found;
+use dcp::jobs::get::Item;
 use serde_json::json;
 
 use crate::failure::{Exit, Failure};

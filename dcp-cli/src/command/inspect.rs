@@ -1,12 +1,12 @@
 //! `dcp inspect`.
 
 use clap::Args;
-use dcp::checkpoint::Need;
-use dcp::checkpoint::jobs::Inspected;
-use dcp::convert::jobs::inspect::KeySummary;
-use dcp::convert::keys::unmatched_patterns;
-use dcp::convert::{ConvertError, Source};
 use dcp::core::format::WantedKeys;
+use dcp::jobs::Need;
+use dcp::jobs::inspect::Inspected;
+use dcp::jobs::inspect::KeySummary;
+use dcp::jobs::keys::unmatched_patterns;
+use dcp::jobs::{JobError, Source};
 use dcp::megatron::jobs::Description;
 
 use crate::failure::{Exit, Failure};
@@ -149,7 +149,7 @@ fn show(args: &Inspect, inspected: Inspected, out: &Output) -> Result<(), Failur
     if let Some(fqn) = &args.shards {
         return match summary.keys.get(fqn.as_str()) {
             Some(KeySummary::Tensor(tensor)) => out.write(&shards::render(fqn, tensor, out)),
-            _ => Err(Failure::from(ConvertError::NotATensor { fqn: fqn.clone(), part: "shards" })),
+            _ => Err(Failure::from(JobError::NotATensor { fqn: fqn.clone(), part: "shards" })),
         };
     }
     let description = inspected.framework.as_ref().and_then(|of| of.get::<Description>());

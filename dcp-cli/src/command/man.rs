@@ -4,10 +4,10 @@ use std::fmt::Write as _;
 
 use clap::{Args, Command};
 use clap_mangen::Man;
-use dcp::checkpoint::text::count;
 use dcp::core::registry::Access;
 use dcp::core::storage::PutMode;
 use dcp::core::{Key, Payload, StorageError};
+use dcp::jobs::text::count;
 use serde_json::json;
 
 use crate::failure::{Exit, Failure};

@@ -1,13 +1,12 @@
 //! `dcp merge`.
 
 use clap::Args;
-use dcp::checkpoint::{self, Need};
-use dcp::convert::view::Duplicates;
+use dcp::jobs;
+use dcp::jobs::Need;
+use dcp::jobs::view::Duplicates;
 
 use crate::failure::Failure;
-use crate::options::CorruptOptimizer;
-use crate::options::Destination;
-use crate::options::KeyOptions;
+use crate::options::{CorruptOptimizer, Destination, KeyOptions};
 use crate::output::progress::Bar;
 use crate::output::summary::write_summary;
 use crate::session::Session;
@@ -59,7 +58,7 @@ pub(crate) fn merge(args: &Merge, session: &Session) -> Result<(), Failure> {
         let bar = Bar::new(out, "merging");
         // Keys are chosen in the whole, in which those of all must differ.
         let all = session.open_all(&args.sources, Need::Whole, None).await?;
-        let merge = checkpoint::merge(&all, destination)
+        let merge = jobs::combine::merge(&all, destination)
             .keys(keys)
             .duplicates(duplicates)
             .with(args.corrupt_optimizer.options())

@@ -1,4 +1,4 @@
-//! One function a command: open, do the job in `dcp::checkpoint`, print.
+//! One function a command: open, do the job in `dcp::jobs`, print.
 
 mod arch;
 mod average;

@@ -4,12 +4,12 @@ use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use dcp::checkpoint::run::{
+use dcp::core::text::{Message, Quoted};
+use dcp::jobs::run::{
     AnyOf, KeepBest, KeepEvery, KeepLast, KeepYoungerThan, Prune as Deletion, PrunePlan,
     PruneReport, StepOrder,
 };
-use dcp::checkpoint::text::count;
-use dcp::core::text::{Message, Quoted};
+use dcp::jobs::text::count;
 use serde_json::json;
 
 use crate::failure::{Exit, Failure};
@@ -322,7 +322,7 @@ fn is_confirmed(args: &Prune, plan: &PrunePlan, out: &Output) -> Result<bool, Fa
 }
 
 fn in_json(plan: &PrunePlan, report: Option<&PruneReport>) -> serde_json::Value {
-    let planned = |of: fn(&dcp::checkpoint::run::RunStep) -> u64| {
+    let planned = |of: fn(&dcp::jobs::run::RunStep) -> u64| {
         plan.deleted().map(of).fold(0, u64::saturating_add)
     };
     let nothing = PruneReport::default();

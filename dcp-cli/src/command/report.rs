@@ -1,8 +1,8 @@
 //! `dcp report`.
 
 use clap::Args;
-use dcp::checkpoint::{Need, TargetOptions};
-use dcp::convert::report::{ReportLimits, render_html};
+use dcp::jobs::report::{ReportLimits, render_html};
+use dcp::jobs::{Need, TargetOptions};
 
 use crate::failure::Failure;
 use crate::output::json_text;

@@ -1,14 +1,10 @@
 //! `dcp reshard`.
 
 use clap::Args;
-use dcp::checkpoint::{Format, Need};
+use dcp::jobs::{Format, Need};
 
 use crate::failure::Failure;
-use crate::options::Compress;
-use crate::options::MegatronOptimizer;
-use crate::options::TorchDist;
-use crate::options::Writing;
-use crate::options::{KeyOptions, OptimizerKeys};
+use crate::options::{Compress, KeyOptions, MegatronOptimizer, OptimizerKeys, TorchDist, Writing};
 use crate::output::progress::Bar;
 use crate::output::summary::write_summary;
 use crate::session::Session;

@@ -1,9 +1,8 @@
 //! `dcp rewrite-metadata`.
 
 use clap::{Args, ValueEnum};
-use dcp::checkpoint::text::count;
-use dcp::convert::write::{IndexReader, ProfileChoice};
-use dcp::formats::metadata::Profile;
+use dcp::formats::metadata::{IndexReader, Profile, ProfileChoice};
+use dcp::jobs::text::count;
 
 use crate::failure::Failure;
 use crate::output::style::{shown, size};

@@ -1,10 +1,10 @@
 //! `dcp stats`.
 
 use clap::{Args, ValueEnum};
-use dcp::checkpoint::Need;
-use dcp::convert::Selection;
-use dcp::convert::jobs::stats::{Anomaly, StatsReport, TensorStats};
 use dcp::core::format::WantedKeys;
+use dcp::jobs::Need;
+use dcp::jobs::Selection;
+use dcp::jobs::stats::{Anomaly, StatsReport, TensorStats};
 use dcp::planner::KeyFilter;
 
 use crate::failure::{Exit, Failure};

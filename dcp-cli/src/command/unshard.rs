@@ -3,8 +3,8 @@
 use std::num::NonZeroU64;
 
 use clap::{Args, ValueEnum};
-use dcp::checkpoint::Need;
-use dcp::checkpoint::text::{count, list};
+use dcp::jobs::Need;
+use dcp::jobs::text::{count, list};
 use dcp::olmo::{UnshardFormat, UnshardOptions, UnshardStrategy};
 
 use crate::failure::{Exit, Failure};

@@ -1,7 +1,7 @@
 //! `dcp verify`.
 
 use clap::Args;
-use dcp::checkpoint::Need;
+use dcp::jobs::Need;
 
 use crate::failure::{Exit, Failure};
 use crate::output::progress::Bar;

@@ -8,7 +8,8 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Args, Command};
 use dcp::DType;
-use dcp::checkpoint::{self, Format, Rollback};
+use dcp::jobs;
+use dcp::jobs::{Format, Rollback};
 use dcp::megatron::framework::TORCH_DIST;
 
 use super::compress::Compress;
@@ -41,8 +42,8 @@ impl TypedValueParser for FormatParser {
         if let Some((name, _)) = self.targets.iter().find(|(known, _)| **known == name) {
             return Ok(Format::Registered(name));
         }
-        name.parse().map_err(|error: checkpoint::Error| {
-            if error.kind() == checkpoint::ErrorKind::Undecided {
+        name.parse().map_err(|error: jobs::Error| {
+            if error.kind() == jobs::ErrorKind::Undecided {
                 let hint = error.hint().unwrap_or_default();
                 let message = format!("{error}: {hint}, {TORCH_DIST} one of Megatron-Core\n");
                 return clap::Error::raw(ErrorKind::InvalidValue, message).with_cmd(cmd);
@@ -131,8 +132,8 @@ pub(crate) struct Destination {
 
 impl Destination {
     /// The library's destination, of these options.
-    pub(crate) fn at(&self, uri: &str, rollback: &Rollback) -> checkpoint::Destination {
-        let mut destination = checkpoint::Destination::new(uri)
+    pub(crate) fn at(&self, uri: &str, rollback: &Rollback) -> jobs::Destination {
+        let mut destination = jobs::Destination::new(uri)
             .to(self.to)
             .ranks(self.ranks)
             .dtype(self.dtype)

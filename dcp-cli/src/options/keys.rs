@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use dcp::checkpoint::{Keys, read_at_most};
-use dcp::convert::keys::{Rename, StatePart, parse_mapping};
+use dcp::jobs::keys::{Rename, StatePart, parse_mapping};
+use dcp::jobs::{Keys, read_at_most};
 use dcp::olmo::OptimizerLayout;
 
 use crate::failure::{Exit, Failure};

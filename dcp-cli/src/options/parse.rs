@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use dcp::DType;
-use dcp::checkpoint::text::float_dtype;
 use dcp::core::format::Compression;
+use dcp::jobs::text::float_dtype;
 
 /// Reads a floating-point dtype by PyTorch's name or a short one.
 pub(crate) fn parse_dtype(text: &str) -> Result<DType, String> {

@@ -1,7 +1,7 @@
 //! Options of commands that write.
 
 use clap::Args;
-use dcp::convert::JobOptions;
+use dcp::jobs::JobOptions;
 use dcp::planner::KeyFilter;
 
 use super::parse::parse_bytes;

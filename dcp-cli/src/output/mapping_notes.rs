@@ -1,6 +1,6 @@
 //! Notes on what a mapping between model families did.
 
-use dcp::checkpoint::text::{count, list};
+use dcp::jobs::text::{count, list};
 use dcp::mapping::{Direction, MappingReport};
 
 use super::Output;

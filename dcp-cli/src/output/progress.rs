@@ -4,7 +4,8 @@ use std::io::{IsTerminal, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dcp::convert::{JobOptions, JobProgress};
+use dcp::jobs::JobOptions;
+use dcp::jobs::options::JobProgress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::output::Output;

@@ -4,8 +4,8 @@ use std::borrow::Cow;
 use std::io::IsTerminal;
 
 use clap::ValueEnum;
-pub(crate) use dcp::checkpoint::text::{count, thousands};
 use dcp::core::text::{escaped, is_unsafe, without_secrets};
+pub(crate) use dcp::jobs::text::{count, thousands};
 use unicode_width::{UnicodeWidthChar as _, UnicodeWidthStr as _};
 
 /// Colors that distinguish neighbors.

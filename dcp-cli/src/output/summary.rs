@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use dcp::checkpoint::text::{count, list, thousands};
-use dcp::convert::ConversionReport;
-use dcp::convert::cast::{CastCounts, CastReport};
-use dcp::convert::keys::UnmatchedPattern;
+use dcp::jobs::cast::{CastCounts, CastReport};
+use dcp::jobs::keys::UnmatchedPattern;
+use dcp::jobs::text::{count, list, thousands};
+use dcp::jobs::write::ConversionReport;
 
 use crate::failure::Failure;
 use crate::output::Output;

@@ -324,6 +324,12 @@ impl OpenedCheckpoint {
     pub fn extension<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
         self.extensions.iter().find_map(|extension| Arc::clone(extension).downcast().ok())
     }
+
+    /// All extensions, for what presents this checkpoint in another way.
+    #[must_use]
+    pub fn extensions(&self) -> &[Arc<dyn Any + Send + Sync>] {
+        &self.extensions
+    }
 }
 
 impl fmt::Debug for OpenedCheckpoint {

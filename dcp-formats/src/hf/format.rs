@@ -224,7 +224,7 @@ impl CheckpointFormat for HuggingFaceFormat {
         Some(Occupant::Checkpoint(format!("{name:?} is of a Hugging Face model")))
     }
 
-    /// `dcp_convert::to_hf` writes models: configuration and weights are replaced together.
+    /// `dcp_jobs::convert::to_hf` writes models: configuration and weights are replaced together.
     fn target(&self) -> Option<&dyn CheckpointTarget> {
         None
     }

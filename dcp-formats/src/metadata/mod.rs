@@ -10,8 +10,10 @@ mod decode;
 mod encode;
 mod places;
 mod profile;
+mod profile_choice;
 
 pub use crate::chunk_geometry::check_chunks;
 pub use decode::{Decoded, decode, decode_all, decode_parsed, decode_selected};
 pub use encode::encode;
 pub use profile::Profile;
+pub use profile_choice::{IndexReader, ProfileChoice};

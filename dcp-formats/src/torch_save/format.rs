@@ -158,7 +158,7 @@ impl CheckpointFormat for TorchSaveFormat {
         None
     }
 
-    /// `dcp_convert::to_torch_save` writes single files.
+    /// `dcp_jobs::convert::to_torch_save` writes single files.
     fn target(&self) -> Option<&dyn CheckpointTarget> {
         None
     }

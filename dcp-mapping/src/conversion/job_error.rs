@@ -1,6 +1,6 @@
 //! Errors of mappings as those of jobs.
 
-use dcp_checkpoint::{Error, ErrorKind};
+use dcp_jobs::{Error, ErrorKind};
 
 use crate::error::MappingError;
 use crate::mapping::Mapping;

@@ -9,15 +9,16 @@ mod stated_sizes;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_checkpoint::framework::{NameMapping, Named, Options, PluginReport, Towards};
-use dcp_checkpoint::{Checkpoint, Error, ErrorKind, Format, Notes, Reasons};
-use dcp_convert::cast::exact_tensors;
-use dcp_convert::jobs::diff::DiffOptions;
-use dcp_convert::read::read_object;
-use dcp_convert::{JobOptions, Selection, Source};
 use dcp_core::metadata::Entry;
 use dcp_core::storage::StorageExt;
 use dcp_core::{CheckpointMetadata, Key, StorageError};
+use dcp_jobs::cast::exact_tensors;
+use dcp_jobs::diff::DiffOptions;
+use dcp_jobs::framework::{NameMapping, Named, Options, PluginReport, Towards};
+use dcp_jobs::read::read_object;
+use dcp_jobs::{
+    Checkpoint, Error, ErrorKind, Format, JobOptions, Notes, Reasons, Selection, Source,
+};
 use dcp_planner::KeyFilter;
 
 use crate::error::MappingError;
@@ -461,7 +462,7 @@ async fn untaken_that_differs(
     };
     let mut options = DiffOptions::default();
     (options.a, options.b) = (only(output), only(input));
-    let differs = !dcp_convert::diff(source, source, &options, &job).await?.equal;
+    let differs = !dcp_jobs::diff::diff(source, source, &options, &job).await?.equal;
     Ok(differs.then(|| (Arc::clone(output), Arc::clone(input))))
 }
 

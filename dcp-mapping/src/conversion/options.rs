@@ -3,8 +3,8 @@
 use std::io;
 use std::path::Path;
 
-use dcp_checkpoint::framework::{Concern, FrameworkOptions};
-use dcp_checkpoint::{Error, ErrorKind, read_at_most};
+use dcp_jobs::framework::{Concern, FrameworkOptions};
+use dcp_jobs::{Error, ErrorKind, read_at_most};
 
 use crate::map::options::LayerSpec;
 use crate::mapping::Mapping;
@@ -56,7 +56,7 @@ impl Architecture {
 /// ```
 /// use dcp_mapping::{Architecture, MappingOptions};
 /// let mapping = MappingOptions::new().arch(Architecture::named("llama")?).untie(true);
-/// # Ok::<(), dcp_checkpoint::Error>(())
+/// # Ok::<(), dcp_jobs::Error>(())
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct MappingOptions {

@@ -1,7 +1,7 @@
 //! Configurations of models whose tensors have names of another program.
 
-use dcp_checkpoint::{Error, ErrorKind};
 use dcp_core::CheckpointMetadata;
+use dcp_jobs::{Error, ErrorKind};
 
 use super::stated_sizes::refuse_contradictions;
 use crate::mapping::Mapping;

@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
-use dcp_checkpoint::{Checkpoint, Error, ErrorKind};
 use dcp_core::location::{below_url, split_url};
 use dcp_core::registry::Access;
 use dcp_core::storage::StorageExt;
 use dcp_core::{Key, Storage, StorageError};
+use dcp_jobs::{Checkpoint, Error, ErrorKind};
 
 use crate::facts::Facts;
 

@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
-use dcp_convert::view::{Piece, PieceFrom};
 use dcp_core::dims::checked_volume;
 use dcp_core::{CheckpointMetadata, DType, Dims, Region};
+use dcp_jobs::view::{Piece, PieceFrom};
 use indexmap::IndexMap;
 
 use crate::error::MappingError;

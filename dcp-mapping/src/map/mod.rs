@@ -11,10 +11,10 @@ mod tensor_lookup;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_convert::cast::CastOptions;
-use dcp_convert::view::{Assembled, Cast};
-use dcp_convert::{JobOptions, Source};
 use dcp_core::{CheckpointMetadata, DType, Value};
+use dcp_jobs::cast::CastOptions;
+use dcp_jobs::view::{Assembled, Cast};
+use dcp_jobs::{JobOptions, Source};
 use serde::Serialize;
 
 use crate::config::incompatibilities::{same, settle};

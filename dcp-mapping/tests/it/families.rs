@@ -1,6 +1,6 @@
 //! Every family, there and back.
 
-use dcp_convert::Source;
+use dcp_jobs::Source;
 use dcp_mapping::{
     Facts, LayerForm, LayerSpec, MapOptions, Mapped, Mapping, Padding, recognize_config,
 };

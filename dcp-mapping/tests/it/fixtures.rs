@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use dcp_convert::Source;
-use dcp_convert::read::read_object;
+use dcp_jobs::Source;
+use dcp_jobs::read::read_object;
 use dcp_mapping::{Facts, LayerSpec, MapOptions, Mapping, Padding, Recognition, recognize};
 
 use crate::support::{

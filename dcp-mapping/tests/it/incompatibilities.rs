@@ -1,6 +1,6 @@
 //! What the other side cannot say is refused, or passes with a note on request.
 
-use dcp_convert::Source;
+use dcp_jobs::Source;
 use dcp_mapping::{Facts, MapOptions, Mapped, Mapping, MappingError};
 use serde_json::{Value, json};
 

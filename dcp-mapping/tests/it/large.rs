@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_conformance::MemoryStorage;
-use dcp_convert::Source;
 use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
 use dcp_core::plan::LoadPlan;
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, Key, StorageReader};
+use dcp_jobs::Source;
 use dcp_mapping::{MapOptions, Mapping};
 use serde_json::json;
 

@@ -1,8 +1,8 @@
 //! Checkpoints that do not fit a mapping: which rule, which tensor, which line.
 
-use dcp_convert::Source;
 use dcp_core::metadata::{Entry, TensorEntry};
 use dcp_core::{CheckpointMetadata, DType};
+use dcp_jobs::Source;
 use dcp_mapping::{Facts, MapOptions, Mapping, MappingError, recognize_config};
 use serde_json::json;
 

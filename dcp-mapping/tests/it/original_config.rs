@@ -19,7 +19,7 @@ fn there(family: &str, config: &Value) -> Result<(Mapping, Mapped), MappingError
 
 /// The configuration on the way back, by the arguments that the checkpoint holds.
 fn back(mapping: &Mapping, mapped: &Mapped, change: impl FnOnce(Facts) -> Facts) -> Value {
-    let common = block_on(dcp_convert::read::read_object(&mapped.source, "common_state")).unwrap();
+    let common = block_on(dcp_jobs::read::read_object(&mapped.source, "common_state")).unwrap();
     let args = common.as_dict().unwrap().get("args").unwrap();
     let dcp_core::Value::Object(namespace) = args else { panic!("{args:?}") };
     let Some(dcp_core::Value::Dict(args)) = &namespace.state else { panic!() };

@@ -5,11 +5,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
-use dcp_convert::{JobOptions, Source, Target, reshard, to_safetensors};
 use dcp_core::storage::{PutMode, StorageExt};
 use dcp_core::{DType, Payload, Storage};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{Header, SafetensorsItem, TensorInfo, encode_header, header_len};
+use dcp_jobs::convert::to_safetensors;
+use dcp_jobs::reshard::reshard;
+use dcp_jobs::write::Target;
+use dcp_jobs::{JobOptions, Source};
 use dcp_mapping::{Facts, MapOptions, Mapped, Mapping, MappingError, map_to_hf, map_to_megatron};
 pub(crate) use dcp_testing::{block_on, key};
 use indexmap::IndexMap;

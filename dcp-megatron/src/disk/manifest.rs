@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
-use dcp_convert::JobOptions;
-use dcp_convert::integrity::{Problem, ProblemKind};
 use dcp_core::error::error_chain;
 use dcp_core::storage::{PutMode, StorageExt as _};
 use dcp_core::{CheckpointError, FormatError, Key, Rank, Storage, StorageError, StorageErrorKind};
+use dcp_jobs::JobOptions;
+use dcp_jobs::integrity::{Problem, ProblemKind};
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::Value as Json;
 

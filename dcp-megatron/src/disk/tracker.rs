@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use dcp_checkpoint::run::StepNaming;
 use dcp_core::{FormatError, Key, StorageError};
+use dcp_jobs::run::StepNaming;
 use serde::{Deserialize, Serialize};
 
 /// The tracker's name in the folder of a run.

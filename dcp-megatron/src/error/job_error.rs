@@ -1,7 +1,7 @@
 //! Errors of Megatron-Core as those of jobs.
 
-use dcp_checkpoint::{Error, ErrorKind};
 use dcp_core::CheckpointError;
+use dcp_jobs::{Error, ErrorKind};
 
 use super::MegatronError;
 

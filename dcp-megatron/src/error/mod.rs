@@ -4,11 +4,11 @@ mod common_differs;
 mod job_error;
 mod key_mismatch;
 
-use dcp_convert::ConvertError;
 use dcp_core::error::RankFailure;
 use dcp_core::error::TensorError;
 use dcp_core::text::{Message, Quoted};
 use dcp_core::{CheckpointError, FormatError, PlanError, Rank, StorageError};
+use dcp_jobs::JobError;
 
 use crate::disk::tracker::Tracked;
 use crate::layout::ParallelLayout;
@@ -244,7 +244,7 @@ pub enum MegatronError {
     },
     /// An error of an offline job.
     #[error(transparent)]
-    Convert(#[from] ConvertError),
+    Convert(#[from] JobError),
 }
 
 fn some(problems: &[String]) -> String {

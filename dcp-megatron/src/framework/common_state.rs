@@ -1,10 +1,10 @@
 //! The common state of an opened checkpoint, as data.
 
-use dcp_checkpoint::{Checkpoint, Error, ErrorKind};
-use dcp_convert::jobs::inspect::KeySummary;
 use dcp_core::Key;
 use dcp_core::storage::StorageExt;
 use dcp_core::text::Quoted;
+use dcp_jobs::inspect::KeySummary;
+use dcp_jobs::{Checkpoint, Error, ErrorKind};
 use serde_json::{Map, Value};
 
 use super::{ARGUMENTS, COMMON};
@@ -13,7 +13,7 @@ use crate::disk::config::METADATA_JSON;
 use crate::open::checkpoint::MegatronCheckpoint;
 
 /// The common state of a checkpoint of Megatron-Core, as
-/// [`value_json`](dcp_convert::element::value_json) writes it.
+/// [`value_json`](dcp_jobs::element::value_json) writes it.
 ///
 /// # Errors
 ///

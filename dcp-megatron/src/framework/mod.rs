@@ -7,17 +7,16 @@ mod target;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_checkpoint::framework::{
-    Framework, FrameworkCheckpoint, FrameworkTarget, Options, PluginReport, Preparation, RunLayout,
-    Taken,
-};
-use dcp_checkpoint::run::StepNaming;
-use dcp_checkpoint::{Checkpoint, Error};
-use dcp_convert::jobs::verify::VerifyReport;
-use dcp_convert::{JobOptions, Source};
 use dcp_core::format::OpenedCheckpoint;
 use dcp_core::value::Dict;
 use dcp_core::{Storage, StorageError};
+use dcp_jobs::framework::{
+    Framework, FrameworkCheckpoint, FrameworkTarget, Options, PluginReport, Preparation, RunLayout,
+    Taken,
+};
+use dcp_jobs::run::StepNaming;
+use dcp_jobs::verify::VerifyReport;
+use dcp_jobs::{Checkpoint, Error, JobOptions, Source};
 
 pub use common_state::{arguments, common_state};
 pub use optimizer_options::{OptimizerForm, OptimizerOptions};
@@ -43,14 +42,14 @@ const ARGUMENTS: &str = "`framework::arguments`";
 /// ```
 /// use std::sync::Arc;
 ///
-/// use dcp_checkpoint::Opener;
-/// use dcp_checkpoint::framework::Frameworks;
+/// use dcp_jobs::Opener;
+/// use dcp_jobs::framework::Frameworks;
 /// use dcp_megatron::MegatronCoreFormat;
 /// use dcp_megatron::framework::{Megatron, MegatronTarget};
 ///
-/// # async fn example(storages: dcp_core::registry::StorageRegistry) -> Result<(), dcp_checkpoint::Error> {
+/// # async fn example(storages: dcp_core::registry::StorageRegistry) -> Result<(), dcp_jobs::Error> {
 /// let opener = Opener::new(storages)
-///     .formats(dcp_convert::formats().with(Arc::new(MegatronCoreFormat)))
+///     .formats(dcp_jobs::listing::formats().with(Arc::new(MegatronCoreFormat)))
 ///     .frameworks(Frameworks::none().with(Arc::new(Megatron)));
 /// let checkpoint = opener.open("run/iter_0001000").await?;
 /// checkpoint.reshard("resharded").with(MegatronTarget::new().tp(4).pp(2)).run().await?;

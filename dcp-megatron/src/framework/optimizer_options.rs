@@ -3,10 +3,9 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use dcp_checkpoint::framework::{Concern, FrameworkOptions, Taken};
-use dcp_checkpoint::text::{count, list};
-use dcp_checkpoint::{Checkpoint, Error, ErrorKind, Notes};
-use dcp_convert::{JobOptions, Source};
+use dcp_jobs::framework::{Concern, FrameworkOptions, Taken};
+use dcp_jobs::text::{count, list};
+use dcp_jobs::{Checkpoint, Error, ErrorKind, JobOptions, Notes, Source};
 
 use crate::open::checkpoint::MegatronCheckpoint;
 use crate::optimizer::{

@@ -4,13 +4,13 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_checkpoint::framework::{
-    Concern, FrameworkOptions, FrameworkTarget, Options, TargetLayout, TargetRequest,
-};
-use dcp_checkpoint::{Checkpoint, Error, Format};
-use dcp_convert::{ConversionReport, Source};
 use dcp_core::metadata::Entry;
 use dcp_core::{CheckpointMetadata, Storage};
+use dcp_jobs::framework::{
+    Concern, FrameworkOptions, FrameworkTarget, Options, TargetLayout, TargetRequest,
+};
+use dcp_jobs::write::ConversionReport;
+use dcp_jobs::{Checkpoint, Error, Format, Source};
 
 use crate::disk::common_state::COMMON_STATE;
 use crate::jobs::to_torch_dist::to_torch_dist;

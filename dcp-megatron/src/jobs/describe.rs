@@ -1,13 +1,13 @@
 //! Summarizes a Megatron-Core checkpoint: format, parallel layout, layers, objects.
 
-use dcp_convert::element::{JsonLimits, value_json};
 use dcp_core::metadata::Entry;
 use dcp_core::{CheckpointMetadata, Value};
+use dcp_formats::dcp::DcpReader;
+use dcp_jobs::element::{JsonLimits, value_json};
 use indexmap::IndexMap;
 use serde::Serialize;
 
-use crate::disk::common_state::COMMON_STATE;
-use crate::disk::common_state::CommonPlace;
+use crate::disk::common_state::{COMMON_STATE, CommonPlace};
 use crate::error::MegatronError;
 use crate::open::checkpoint::{MegatronCheckpoint, StoredFormat};
 use crate::optimizer::OptimizerFormat;
@@ -105,7 +105,7 @@ impl MegatronCheckpoint {
     pub async fn describe(&self) -> Result<Description, MegatronError> {
         let metadata = self.source().metadata().await?;
         let objects = objects(&metadata);
-        let flattened = match self.raw().and_then(|raw| raw.dcp_reader()) {
+        let flattened = match self.raw().and_then(|raw| raw.extension::<DcpReader>()) {
             Some(reader) => !reader.original_shapes().await?.is_empty(),
             None => false,
         };

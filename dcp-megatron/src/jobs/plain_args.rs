@@ -5,9 +5,9 @@
 //! fails, since 0.14 because the class is not in `megatron/core/safe_globals.py`. No version reads
 //! these arguments back from a checkpoint, so plain values serve as well.
 
-use dcp_convert::write::ReplacedClass;
 use dcp_core::{DType, FormatError, Value};
 use dcp_formats::torch_save::replace_classes;
+use dcp_jobs::write::ReplacedClass;
 
 /// The entry of the common state that holds the arguments.
 const ARGS: &str = "args";

@@ -3,15 +3,19 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use dcp_convert::integrity::{ForeignCallable, admit_callables};
-use dcp_convert::jobs::get::Found;
-use dcp_convert::read::read_object;
-use dcp_convert::view::Assembled;
-use dcp_convert::{ConversionReport, JobOptions, Source, divide, find, refuse_rank_parts};
 use dcp_core::metadata::Entry;
 use dcp_core::path::PathItem;
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointMetadata, FormatError, Tensor, Value};
+use dcp_formats::torch_save::TorchSaveReader;
+use dcp_jobs::convert::refuse_rank_parts;
+use dcp_jobs::get::{Found, find};
+use dcp_jobs::integrity::{ForeignCallable, admit_callables};
+use dcp_jobs::read::read_object;
+use dcp_jobs::reshard::divide;
+use dcp_jobs::view::Assembled;
+use dcp_jobs::write::ConversionReport;
+use dcp_jobs::{JobOptions, Source};
 use dcp_planner::unflatten;
 
 use crate::args::MegatronArgs;
@@ -135,7 +139,7 @@ async fn nested(
     }
     // The file itself has more than the names of the parts: empty containers, and keys that are
     // no text.
-    if let Some(reader) = source.save_reader()
+    if let Some(reader) = source.extension::<TorchSaveReader>()
         && let Some(values) = reader.values(|key| keys.iter().any(|known| &***known == key)).await?
     {
         return Ok(values);

@@ -2,15 +2,14 @@
 
 use std::sync::Arc;
 
-use dcp_convert::integrity::{Problem, ProblemKind, foreign_callables};
-use dcp_convert::jobs::verify::VerifyReport;
-use dcp_convert::{ConvertError, JobOptions, Source};
 use dcp_core::text::{Message, counted};
 use dcp_core::{CheckpointError, CheckpointMetadata, Storage};
+use dcp_jobs::integrity::{Problem, ProblemKind, foreign_callables};
+use dcp_jobs::verify::VerifyReport;
+use dcp_jobs::{JobError, JobOptions, Source};
 use futures_util::StreamExt as _;
 
-use crate::disk::common_state::COMMON_STATE;
-use crate::disk::common_state::{COMMON_FILE, CommonPlace};
+use crate::disk::common_state::{COMMON_FILE, COMMON_STATE, CommonPlace};
 use crate::disk::manifest::{problem, verify_manifest};
 use crate::error::MegatronError;
 use crate::object_grids::{index_problem, object_grids};
@@ -24,7 +23,7 @@ const NOT_COMPARED: &str =
 /// Checks a checkpoint, or the latest one of a run, and collects everything that is wrong with it.
 ///
 /// Always: `metadata.json`, the index and the lengths of files as
-/// [`dcp_convert::verify`] does it, that the common state can be read, that every grid of objects
+/// [`dcp_jobs::verify::verify`] does it, that the common state can be read, that every grid of objects
 /// is complete, that nothing in it runs commands where Python loads it, that flattened tensors make
 /// up their logical shapes, that every file is there that `integrity.json` names. Where all of this
 /// holds, samples of the optimizer's state are compared with the model: Megatron-Core 0.15 to 0.19
@@ -75,7 +74,7 @@ pub async fn verify_opened(
             let files = verify_files(checkpoint.storage(), deep, job).await?;
             counted_as_merged(files, &*checkpoint.source().metadata().await?)
         }
-        _ => dcp_convert::verify(checkpoint.stored(), deep, job).await?,
+        _ => dcp_jobs::verify::verify(checkpoint.stored(), deep, job).await?,
     };
     // Rank 0 of a group has what all ranks found.
     let Some(job) = &job.of_coordinator() else { return Ok(report) };
@@ -183,13 +182,13 @@ async fn verify_files(
     report.files = files.len();
     for key in files {
         let source = Source::torch_save(Arc::clone(storage), key.clone());
-        match dcp_convert::verify(&source, deep, job).await {
+        match dcp_jobs::verify::verify(&source, deep, job).await {
             Ok(one) => {
                 report.bytes_checked += one.bytes_checked;
                 report.problems.extend(one.problems);
                 report.notes.extend(one.notes);
             }
-            Err(ConvertError::Checkpoint(CheckpointError::Format(error))) => {
+            Err(JobError::Checkpoint(CheckpointError::Format(error))) => {
                 let error = error.in_file(key.as_str(), 0).to_string();
                 report.problems.push(problem(ProblemKind::Corrupt, key.as_str(), error));
             }

@@ -5,15 +5,15 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_convert::ConvertError;
-use dcp_convert::cast::CastOptions;
-use dcp_convert::view::Cast;
 use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::plan::{LeafKind, LoadPlan, LoadReport, PlanContext, StateIndex};
 use dcp_core::planner::LoadPlanner;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, Dims, PlanError, Region, StorageReader, TensorView,
 };
+use dcp_jobs::JobError;
+use dcp_jobs::cast::CastOptions;
+use dcp_jobs::view::Cast;
 use dcp_planner::DefaultLoadPlanner;
 use tokio::sync::OnceCell;
 
@@ -39,7 +39,7 @@ impl Fitted {
             let cast = Cast::new(Arc::clone(&self.inner), rule, CastOptions::default()).await;
             match cast {
                 Ok(cast) => Ok(Arc::new(cast) as Arc<dyn StorageReader>),
-                Err(ConvertError::Checkpoint(error)) => Err(error),
+                Err(JobError::Checkpoint(error)) => Err(error),
                 Err(other) => Err(CheckpointError::Mismatch { summary: other.to_string() }),
             }
         };

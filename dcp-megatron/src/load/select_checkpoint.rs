@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
-use dcp_convert::integrity::Problem;
 use dcp_core::error::Phase;
 use dcp_core::plan::PlanContext;
 use dcp_core::{Storage, StorageError};
 use dcp_engine::Group;
+use dcp_jobs::integrity::Problem;
 use serde::{Deserialize, Serialize};
 
 use crate::agreement;

@@ -1,14 +1,14 @@
-//! A checkpoint of Megatron-Core of any age, opened for every job of dcp-convert.
+//! A checkpoint of Megatron-Core of any age, opened for every job.
 
 use std::sync::Arc;
 
-use dcp_convert::{JobOptions, Source};
 use dcp_core::error::error_chain;
 use dcp_core::storage::StorageExt as _;
 use dcp_core::value::Dict;
 use dcp_core::{
     CheckpointError, Key, Storage, StorageError, StorageErrorKind, StorageReader as _, Value,
 };
+use dcp_jobs::{JobOptions, Source};
 use futures_util::StreamExt as _;
 
 use crate::args::MegatronArgs;
@@ -18,11 +18,11 @@ use crate::disk::file_hashes::INTEGRITY_FILE;
 use crate::disk::tracker::Tracked;
 use crate::error::MegatronError;
 use crate::open::backend::{ShardedBackend, known_backend};
-use crate::open::common_state::{self, Common};
+use crate::open::common_state::Common;
 use crate::open::legacy::{Legacy, LegacyFolders};
-use crate::open::logical_view;
 use crate::open::strategy::{LoadStrategy, Opened, Strategies};
 use crate::open::zarr::ZarrCheckpoint;
+use crate::open::{common_state, logical_view};
 
 /// A checkpoint of Megatron-Core.
 ///
@@ -307,7 +307,7 @@ impl MegatronCheckpoint {
         &self.format
     }
 
-    /// The checkpoint as it is meant, for every job of dcp-convert.
+    /// The checkpoint as it is meant, for every job.
     #[must_use]
     pub fn source(&self) -> &Source {
         &self.source
@@ -384,7 +384,7 @@ impl MegatronCheckpoint {
 /// The message for a place that was opened as a checkpoint of Megatron-Core and has no
 /// `metadata.json`.
 async fn no_config(storage: &Arc<dyn Storage>) -> Result<String, MegatronError> {
-    let formats = dcp_convert::formats();
+    let formats = dcp_jobs::listing::formats();
     let place = formats.look(storage).await?;
     let folder = place.listing().root();
     if !folder.has(".metadata") {
@@ -424,7 +424,7 @@ async fn is_dcp(storage: &Arc<dyn Storage>) -> Result<bool, MegatronError> {
 
 /// Returns the message for a `metadata.json` of a `torch_dist` checkpoint without `.metadata`.
 async fn promised_but_absent(storage: &Arc<dyn Storage>) -> Result<String, MegatronError> {
-    let formats = dcp_convert::formats();
+    let formats = dcp_jobs::listing::formats();
     let place = formats.look(storage).await?;
     let found = formats.recognize(&place.listing().root());
     let found = found.first().map_or("has no .metadata", |first| &first.found.description);

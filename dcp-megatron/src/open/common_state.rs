@@ -3,13 +3,13 @@
 
 use std::sync::Arc;
 
-use dcp_convert::Source;
-use dcp_convert::read::read_object;
 use dcp_core::storage::StorageExt as _;
 use dcp_core::value::Dict;
 use dcp_core::{FormatError, Key, Storage, StorageError, StorageErrorKind, Value};
 use dcp_formats::torch_object::decode_object;
 use dcp_formats::torch_save::decode_only_item;
+use dcp_jobs::Source;
+use dcp_jobs::read::read_object;
 
 use crate::disk::common_state::{COMMON_FILE, COMMON_OBJECT};
 use crate::error::MegatronError;

@@ -1,6 +1,5 @@
 //! Examination of a checkpoint of Megatron-Core: its index and its common state against its files.
 
-use dcp_convert::JobOptions;
 use dcp_core::error::error_chain;
 use dcp_core::format::{CheckpointFormat as _, Examined, Folder, Peek, Place};
 use dcp_core::storage::{ObjectMeta, StorageExt as _};
@@ -10,6 +9,7 @@ use dcp_formats::dcp::{DcpFiles, DcpFormat};
 use dcp_formats::find_incomplete_files_where;
 use dcp_formats::incomplete_files::{LFS_PROBLEM, describe, is_lfs_pointer, lfs_pointer};
 use dcp_formats::torch_save::FILE_ENDINGS;
+use dcp_jobs::JobOptions;
 
 use crate::disk::common_state::{COMMON_FILE, COMMON_OBJECT};
 use crate::disk::config::{CheckpointingConfig, METADATA_JSON};

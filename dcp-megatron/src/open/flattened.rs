@@ -1,9 +1,9 @@
 //! Restores the shapes of tensors that Megatron-Core 0.8 to 0.15 stored as flattened shards.
 //! Megatron-Core since 0.16 cannot read them.
 
-use dcp_convert::view::{Piece, PieceFrom};
 use dcp_core::metadata::TensorEntry;
 use dcp_core::{Dims, Region};
+use dcp_jobs::view::{Piece, PieceFrom};
 
 use crate::error::MegatronError;
 

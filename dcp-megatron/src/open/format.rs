@@ -38,7 +38,7 @@ pub struct MegatronCoreFormat;
 
 /// The formats that the folder of a run of Megatron-LM may hold.
 pub(crate) fn formats() -> FormatRegistry {
-    dcp_convert::formats().with(Arc::new(MegatronCoreFormat))
+    dcp_jobs::listing::formats().with(Arc::new(MegatronCoreFormat))
 }
 
 /// Whether a folder is of a run of veRL or ByteCheckpoint, which have a tracker of the same name.

@@ -2,16 +2,18 @@
 
 use std::sync::Arc;
 
-use dcp_convert::Source;
-use dcp_convert::view::Assembled;
 use dcp_core::Value;
 use dcp_core::error::error_chain;
 use dcp_core::metadata::Entry;
+use dcp_formats::dcp::DcpReader;
+use dcp_jobs::Source;
+use dcp_jobs::view::Assembled;
 
 use crate::disk::common_state::{COMMON_OBJECT, COMMON_STATE};
 use crate::error::MegatronError;
 use crate::open::checkpoint::{MegatronOpenOptions, StoredFormat};
-use crate::open::flattened::{self, Cells};
+use crate::open::flattened;
+use crate::open::flattened::Cells;
 
 /// The view of `raw`, the checkpoint of PyTorch, with the common state `common`. What is not
 /// stored flattened keeps its place, so its checksums are compared and its chunks copied.
@@ -23,7 +25,7 @@ pub(crate) async fn view(
     damage: &mut Vec<String>,
 ) -> Result<Source, MegatronError> {
     let metadata = raw.metadata().await?;
-    let shapes = match raw.dcp_reader() {
+    let shapes = match raw.extension::<DcpReader>() {
         Some(reader) => reader.original_shapes().await?,
         None => Arc::default(),
     };

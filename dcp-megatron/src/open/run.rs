@@ -3,11 +3,10 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_convert::list_run;
-use dcp_convert::open::RunEntry;
 use dcp_core::format::Subfolder;
 use dcp_core::storage::{PutMode, StorageExt as _};
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
+use dcp_jobs::listing::{RunEntry, list_run};
 
 use crate::disk::tracker::{TRACKER, Tracked};
 use crate::error::MegatronError;

@@ -5,12 +5,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_convert::cast::{CastOptions, Caster};
-use dcp_convert::read::{TensorReader, read_object};
-use dcp_convert::{ConvertError, Source};
 use dcp_core::digest::Sha256;
 use dcp_core::metadata::{Entry, Layout, TensorEntry};
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, Key, Region, Value};
+use dcp_jobs::cast::{CastOptions, Caster};
+use dcp_jobs::read::{TensorReader, read_object};
+use dcp_jobs::{JobError, Source};
 
 use super::check::cast;
 use super::keys::{BucketKey, BufferKey, GroupKey, GroupObjectKey, StateKind};
@@ -244,7 +244,7 @@ impl Masters {
             let reader = TensorReader::new(Arc::clone(&part.reader), metadata, *entry)?;
             let from = reader.tensor()?.dtype;
             let caster = Caster::new(reader.fqn(), from, dtype, CastOptions::default())
-                .map_err(ConvertError::from)?;
+                .map_err(JobError::from)?;
             buckets.push((reader, caster));
         }
         Ok(Some(Self { buckets }))

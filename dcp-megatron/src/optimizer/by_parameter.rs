@@ -5,12 +5,13 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-use dcp_convert::read::read_object;
-use dcp_convert::view::{Assembled, AssembledBuilder, Piece, PieceFrom};
-use dcp_convert::{CheckedSource, JobOptions, Source};
 use dcp_core::metadata::Entry;
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointMetadata, DType, Region, Value};
+use dcp_jobs::integrity::CheckedSource;
+use dcp_jobs::read::read_object;
+use dcp_jobs::view::{Assembled, AssembledBuilder, Piece, PieceFrom};
+use dcp_jobs::{JobOptions, Source};
 use indexmap::IndexMap;
 
 use super::assign::{Assigned, Sequence, assign};

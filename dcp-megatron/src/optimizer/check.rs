@@ -9,13 +9,14 @@
 use std::fmt;
 use std::sync::Arc;
 
-use dcp_convert::cast::{CastCounts, CastOptions, Caster, is_float};
-use dcp_convert::element::{Element, decode};
-use dcp_convert::read::TensorReader;
-use dcp_convert::{CheckedSource, JobOptions, Source};
 use dcp_core::metadata::TensorEntry;
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, FormatError, Region};
+use dcp_jobs::cast::{CastCounts, CastOptions, Caster, is_float};
+use dcp_jobs::element::{Element, decode};
+use dcp_jobs::integrity::CheckedSource;
+use dcp_jobs::read::TensorReader;
+use dcp_jobs::{JobOptions, Source};
 use futures_util::{StreamExt, TryStreamExt, stream};
 
 use super::format::OptimizerFormat;

@@ -142,10 +142,10 @@ fn number(value: &Value) -> Option<f64> {
         #[allow(clippy::cast_precision_loss, reason = "no run has 2^53 steps")]
         Value::Int(number) => Some(*number as f64),
         Value::Tensor(tensor) => {
-            match dcp_convert::element::decode(tensor.dtype(), &tensor.to_vec()?)? {
-                dcp_convert::element::Element::Float(number) => Some(number),
+            match dcp_jobs::element::decode(tensor.dtype(), &tensor.to_vec()?)? {
+                dcp_jobs::element::Element::Float(number) => Some(number),
                 #[allow(clippy::cast_precision_loss, reason = "no run has 2^53 steps")]
-                dcp_convert::element::Element::Int(number) => Some(number as f64),
+                dcp_jobs::element::Element::Int(number) => Some(number as f64),
                 _ => None,
             }
         }

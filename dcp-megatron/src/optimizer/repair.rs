@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_convert::cast::CastOptions;
-use dcp_convert::view::{Assembled, Cast, Piece};
-use dcp_convert::{JobOptions, Source};
 use dcp_core::metadata::TensorEntry;
 use dcp_core::value::Dict;
 use dcp_core::{DType, Value};
+use dcp_jobs::cast::CastOptions;
+use dcp_jobs::view::{Assembled, Cast, Piece};
+use dcp_jobs::{JobOptions, Source};
 
 use super::check::tiles;
 use super::format::OptimizerFormat;

@@ -5,11 +5,11 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_convert::Source;
-use dcp_convert::read::TensorReader;
 use dcp_core::digest::Sha256;
 use dcp_core::metadata::TensorEntry;
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, Dims, Region};
+use dcp_jobs::Source;
+use dcp_jobs::read::TensorReader;
 use futures_util::{StreamExt, TryStreamExt, stream};
 
 use super::keys::model_tensors;

@@ -3,9 +3,9 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use dcp_convert::Source;
-use dcp_convert::read::TensorReader;
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, Region};
+use dcp_jobs::Source;
+use dcp_jobs::read::TensorReader;
 
 use super::check::{MismatchCause, ParamMismatch, SEGMENT, Wrong};
 use super::keys::model_tensors;

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_convert::ConvertError;
-use dcp_convert::write::{Division, Held, Owner};
 use dcp_core::metadata::{Entry, TensorEntry};
 use dcp_core::{CheckpointMetadata, Dims, Region};
+use dcp_jobs::JobError;
+use dcp_jobs::reshard::{Division, Held, Owner};
 
 use super::heads::check_heads;
 use super::key::{Counted, ModelKey, ObjectKey};
@@ -91,11 +91,11 @@ impl Division for MegatronDivision {
         self.survey.ranks.world()
     }
 
-    fn tensor(&self, fqn: &str, tensor: &TensorEntry) -> Result<Held, ConvertError> {
+    fn tensor(&self, fqn: &str, tensor: &TensorEntry) -> Result<Held, JobError> {
         self.survey.tensor(fqn, tensor).map_err(|error| match error {
             MegatronError::Convert(error) => error,
             // The requested tensor is none of those that were compared.
-            other => ConvertError::NotStorable { fqn: fqn.to_owned(), problem: other.to_string() },
+            other => JobError::NotStorable { fqn: fqn.to_owned(), problem: other.to_string() },
         })
     }
 
@@ -390,9 +390,8 @@ impl Survey {
         for chunk in tensor.chunks.iter() {
             let file = chunk.placement.and_then(|placement| self.metadata.file(placement.file));
             let rank = file.and_then(|file| rank_of_file(file.as_str())).unwrap_or(0);
-            let region = chunk
-                .region()
-                .map_err(|error| ConvertError::from(dcp_core::PlanError::from(error)))?;
+            let region =
+                chunk.region().map_err(|error| JobError::from(dcp_core::PlanError::from(error)))?;
             parts.push((rank % self.ranks.world(), region));
         }
         Ok(Held { sharded: true, parts })

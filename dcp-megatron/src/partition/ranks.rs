@@ -20,7 +20,7 @@ impl Ranks {
     /// # Errors
     ///
     /// [`MegatronError::Layout`] when a size is 0, the ranks of a stage cannot be divided into
-    /// groups for the experts, or there are more than [`dcp_convert::write::MAX_RANKS`].
+    /// groups for the experts, or there are more than [`dcp_jobs::reshard::MAX_RANKS`].
     pub(super) fn of(layout: ParallelLayout) -> Result<Self, MegatronError> {
         let bad = |problem: String| Err(MegatronError::Layout { layout, problem });
         let etp = layout.etp.unwrap_or(layout.tp);
@@ -47,8 +47,8 @@ impl Ranks {
             ));
         }
         let world = stage.saturating_mul(pp);
-        if world > u64::from(dcp_convert::write::MAX_RANKS) {
-            return bad(format!("{world} ranks are more than {}", dcp_convert::write::MAX_RANKS));
+        if world > u64::from(dcp_jobs::reshard::MAX_RANKS) {
+            return bad(format!("{world} ranks are more than {}", dcp_jobs::reshard::MAX_RANKS));
         }
         let narrow = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
         Ok(Self {

@@ -3,10 +3,10 @@
 //! The fixture is Megatron-Core 0.9.0's, two ranks and several buckets. 0.11 to 0.14 cannot save
 //! this form as `torch_dist` where a rank has several pieces of a bucket.
 
-use dcp_convert::JobOptions;
-use dcp_convert::view::{Assembled, Piece, PieceFrom};
 use dcp_core::Region;
 use dcp_core::metadata::Entry;
+use dcp_jobs::JobOptions;
+use dcp_jobs::view::{Assembled, Piece, PieceFrom};
 use dcp_megatron::optimizer::{OptimizerFormat, per_parameter};
 
 use crate::optimizer::{open, shown, tensors};

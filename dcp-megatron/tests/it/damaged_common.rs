@@ -4,10 +4,11 @@
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
-use dcp_convert::{JobOptions, Source, reshard};
 use dcp_core::Storage;
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
+use dcp_jobs::reshard::reshard;
+use dcp_jobs::{JobOptions, Source};
 use dcp_megatron::jobs::to_torch_dist;
 use dcp_megatron::partition::ParallelLayout;
 use dcp_megatron::{MegatronCheckpoint, MegatronOpenOptions, MegatronWriter, verify};
@@ -33,7 +34,7 @@ fn what_is_made_of_a_damaged_common_state_passes_every_check() {
             let writer = DcpWriter::new(Arc::clone(&target));
             if block_on(reshard(checkpoint.source(), &writer, 1, &options)).is_ok() {
                 let source = Source::dcp(target, false);
-                let report = block_on(dcp_convert::verify(&source, true, &options)).unwrap();
+                let report = block_on(dcp_jobs::verify::verify(&source, true, &options)).unwrap();
                 assert!(report.ok, "{name}, byte {at}, to dcp: {:?}", report.problems);
                 made += 1;
             }
@@ -73,7 +74,8 @@ fn damage_beside_the_values_of_a_common_state_is_not_carried_over() {
         let writer = DcpWriter::new(Arc::clone(&target));
         let written = block_on(reshard(opened.unwrap().source(), &writer, 1, &options));
         if written.is_ok() {
-            let report = block_on(dcp_convert::verify(&Source::dcp(target, false), true, &options));
+            let report =
+                block_on(dcp_jobs::verify::verify(&Source::dcp(target, false), true, &options));
             let report = report.unwrap();
             assert!(report.ok, "{:?}", report.problems);
         }

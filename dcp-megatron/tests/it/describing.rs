@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
-use dcp_convert::JobOptions;
 use dcp_core::Storage;
+use dcp_jobs::JobOptions;
 use dcp_megatron::jobs::{Description, to_torch_dist};
 use dcp_megatron::partition::ParallelLayout;
 use dcp_megatron::{MegatronCheckpoint, MegatronOpenOptions, MegatronWriter};

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use dcp_convert::jobs::get::Found;
-use dcp_convert::read::read_objects;
-use dcp_convert::{JobOptions, Source, find};
 use dcp_core::metadata::Entry;
+use dcp_jobs::get::{Found, find};
+use dcp_jobs::read::read_objects;
+use dcp_jobs::{JobOptions, Source};
 use dcp_megatron::disk::{COMMON_OBJECT, COMMON_STATE, CommonPlace};
 use dcp_megatron::{MegatronCheckpoint, MegatronOpenOptions, StoredFormat};
 
@@ -150,6 +150,6 @@ fn a_run_of_torch_dcp_is_a_checkpoint_of_pytorch() {
         dcp_core::format::Subfolder::new(storage, dcp_core::Key::new("iter_0000010").unwrap());
     let source = block_on(Source::open(&(std::sync::Arc::new(folder) as _), false)).unwrap();
     tensors("run_torch_dcp", &source);
-    let report = block_on(dcp_convert::verify(&source, true, &JobOptions::default())).unwrap();
+    let report = block_on(dcp_jobs::verify::verify(&source, true, &JobOptions::default())).unwrap();
     assert_eq!(report.problems, []);
 }

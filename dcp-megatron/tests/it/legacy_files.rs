@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use dcp_conformance::{CountingStorage, MemoryStorage};
-use dcp_convert::JobOptions;
 use dcp_core::value::Dict;
 use dcp_core::{DType, Storage, Tensor, Value};
+use dcp_jobs::JobOptions;
 
 use crate::legacy::{RUN, RankFile, arguments, open, synthetic};
 use crate::support::{block_on, stored};
@@ -75,8 +75,8 @@ fn the_only_ranks_optimizer_is_kept() {
 #[test]
 fn a_report_of_what_is_put_together_names_no_file_that_never_was() {
     let checkpoint = open(&stored(RUN)).unwrap();
-    let (job, limits) = (JobOptions::default(), dcp_convert::report::ReportLimits::default());
-    let report = dcp_convert::report::report(checkpoint.source(), "run", &job, &limits);
+    let (job, limits) = (JobOptions::default(), dcp_jobs::report::ReportLimits::default());
+    let report = dcp_jobs::report::report(checkpoint.source(), "run", &job, &limits);
     let report = block_on(report).unwrap();
     assert_eq!(report.totals.missing_files, 0, "{:?}", report.files);
 }

@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
-use dcp_convert::read::read_object;
 use dcp_core::value::Dict;
 use dcp_core::{Storage, Value};
+use dcp_jobs::read::read_object;
 use dcp_megatron::MegatronError;
 
 use crate::legacy::{RankFile, arguments, open, tensors};

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
-use dcp_convert::jobs::get::Found;
-use dcp_convert::view::{Assembled, Piece, PieceFrom};
-use dcp_convert::{JobOptions, Source, find};
 use dcp_core::metadata::Entry;
 use dcp_core::{Region, Storage, Value};
+use dcp_jobs::get::{Found, find};
+use dcp_jobs::view::{Assembled, Piece, PieceFrom};
+use dcp_jobs::{JobOptions, Source};
 use dcp_megatron::optimizer::{
     CheckDepth, OptimizerFormat, OptimizerVerdict, PerParameter, check_optimizer, is_optimizer_key,
     per_parameter, per_parameter_of_legacy, restart_optimizer,

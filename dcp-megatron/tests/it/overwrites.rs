@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
-use dcp_convert::{JobOptions, Source};
 use dcp_core::{Storage, Value};
+use dcp_jobs::{JobOptions, Source};
 use dcp_megatron::disk::{recovered, verify_integrity};
 use dcp_megatron::sharded::ShardedStateDict;
 use dcp_megatron::{

@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use dcp_convert::JobOptions;
 use dcp_core::checkpoint::{DataSource, SaveSession, WriteReport};
 use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
 use dcp_core::storage::{PutMode, StorageExt as _};
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageWriter, Value};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
+use dcp_jobs::JobOptions;
 use dcp_megatron::contents::{
     load_common_state_dict, load_common_state_dict_with, load_content_metadata_with,
     load_plain_tensors_with, load_sharded_metadata_with, load_tensors_metadata_with,

@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
-use dcp_convert::JobOptions;
 use dcp_core::{Storage, StorageErrorKind};
+use dcp_jobs::JobOptions;
 use dcp_megatron::disk::{TRACKER, verify_integrity, write_integrity};
 use dcp_megatron::jobs::remove_sharded_tensors;
 use dcp_megatron::{MegatronCheckpoint, MegatronError, MegatronOpenOptions, MegatronRun, Tracked};
@@ -25,8 +25,8 @@ fn the_optimizer_of_a_hinted_checkpoint_takes_its_files_with_it() {
     for (key, (_, bytes)) in expected_tensors("gpt_separation_hint") {
         assert_eq!(metadata.get(&key).is_none(), key.starts_with("optimizer."), "{key}");
         if !key.starts_with("optimizer.") {
-            let found = block_on(dcp_convert::find(left.source(), &key, None)).unwrap();
-            let dcp_convert::jobs::get::Found::Tensor(found) = found else { panic!() };
+            let found = block_on(dcp_jobs::get::find(left.source(), &key, None)).unwrap();
+            let dcp_jobs::get::Found::Tensor(found) = found else { panic!() };
             assert_eq!(block_on(found.read()).unwrap(), bytes, "{key}");
         }
     }
@@ -130,7 +130,7 @@ fn a_removal_that_dies_leaves_the_old_checkpoint_or_the_new_one() {
     let entries = |storage: &Arc<dyn Storage>| {
         let opened = block_on(MegatronCheckpoint::open(storage, &MegatronOpenOptions::default()));
         let opened = opened.unwrap();
-        block_on(dcp_convert::verify(opened.raw().unwrap(), true, &JobOptions::default()))
+        block_on(dcp_jobs::verify::verify(opened.raw().unwrap(), true, &JobOptions::default()))
             .map(|report| assert_eq!(report.problems, []))
             .unwrap();
         block_on(opened.source().metadata()).unwrap().len()

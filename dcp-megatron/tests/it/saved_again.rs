@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use dcp_collectives::LocalCollective;
-use dcp_convert::read::read_object;
 use dcp_core::error::error_chain;
 use dcp_core::value::{Dict, MadeBy};
 use dcp_core::{Collective, Storage, Value};
+use dcp_jobs::read::read_object;
 use dcp_megatron::disk::COMMON_STATE;
 use dcp_megatron::sharded::{ObjectKey, ShardedObject, ShardedStateDict};
 use dcp_megatron::{

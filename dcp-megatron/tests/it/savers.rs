@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::task::{Context, Waker};
 
 use dcp_conformance::{MemoryStorage, StallStorage};
-use dcp_convert::{JobOptions, reshard};
 use dcp_core::error::error_chain;
+use dcp_jobs::JobOptions;
+use dcp_jobs::reshard::reshard;
 
 use crate::support::block_on;
 use crate::writer::{FORMS, load, other_source, save, source, writer};

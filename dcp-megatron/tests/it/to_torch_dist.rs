@@ -4,13 +4,13 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
-use dcp_convert::{JobOptions, Source};
 use dcp_core::error::error_chain;
 use dcp_core::metadata::Entry;
 use dcp_core::{DType, Key, Storage, Value};
 use dcp_formats::torch_save::{
     TorchSaveContent, TorchSaveItem, TorchSaveOptions, TorchSaveReader, write,
 };
+use dcp_jobs::{JobOptions, Source};
 use dcp_megatron::disk::CommonPlace;
 use dcp_megatron::jobs::to_torch_dist;
 use dcp_megatron::partition::ParallelLayout;
@@ -71,7 +71,7 @@ fn equals(name: &str, storage: &Arc<dyn Storage>) {
     objects(name, &common, checkpoint.source());
     expected::dict(checkpoint.common(), &common, &format!("{name}, common"));
     let raw = checkpoint.raw().unwrap();
-    let report = block_on(dcp_convert::verify(raw, true, &JobOptions::default())).unwrap();
+    let report = block_on(dcp_jobs::verify::verify(raw, true, &JobOptions::default())).unwrap();
     assert!(report.problems.is_empty(), "{name}: {:?}", report.problems);
 }
 
@@ -344,7 +344,7 @@ fn a_checkpoint_of_anything_becomes_one_of_megatron() {
         keys,
         ["common_state", "decoder.final_layernorm.weight", "epoch/shard_0_1", "some.thing"]
     );
-    let epoch = dcp_convert::read::read_object(checkpoint.source(), "epoch/shard_0_1");
+    let epoch = dcp_jobs::read::read_object(checkpoint.source(), "epoch/shard_0_1");
     let epoch = block_on(epoch).unwrap();
     assert!(epoch.same(&Value::List(vec![Value::Int(3)])), "{epoch:?}");
 }
@@ -380,9 +380,10 @@ fn what_went_through_another_format_comes_back() {
         let options = JobOptions::default();
         let file: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
         let key = Key::new("all.pt").unwrap();
-        let target = dcp_convert::Target::new(Arc::clone(&file), key.clone());
+        let target = dcp_jobs::write::Target::new(Arc::clone(&file), key.clone());
         let form = dcp_formats::torch_save::TorchSaveForm::default();
-        let saved = dcp_convert::to_torch_save(original.source(), &target, form.into(), &options);
+        let saved =
+            dcp_jobs::convert::to_torch_save(original.source(), &target, form.into(), &options);
         block_on(saved).unwrap();
         let through = Source::torch_save(Arc::clone(&file), key.clone());
         equals(name, &convert(&through, MegatronForm::CommonFile, layout).unwrap());
@@ -395,7 +396,7 @@ fn what_went_through_another_format_comes_back() {
 
         let folder: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
         let writer = dcp_formats::dcp::DcpWriter::new(Arc::clone(&folder));
-        block_on(dcp_convert::reshard(original.source(), &writer, 3, &options)).unwrap();
+        block_on(dcp_jobs::reshard::reshard(original.source(), &writer, 3, &options)).unwrap();
         let through = Source::dcp(folder, false);
         equals(name, &convert(&through, MegatronForm::CommonInside, layout).unwrap());
     }
@@ -413,8 +414,8 @@ fn trap_07_rows_of_padding_are_kept_and_never_made_up() {
     for tp in [1, 2, 4] {
         let layout = ParallelLayout::new(tp, 1);
         let again = open(&convert(source.source(), MegatronForm::CommonFile, layout).unwrap());
-        let found = block_on(dcp_convert::find(again.source(), key, None)).unwrap();
-        let dcp_convert::jobs::get::Found::Tensor(found) = found else { panic!() };
+        let found = block_on(dcp_jobs::get::find(again.source(), key, None)).unwrap();
+        let dcp_jobs::get::Found::Tensor(found) = found else { panic!() };
         assert!(*block_on(found.read()).unwrap() == *expected.1);
     }
     let error = convert(source.source(), MegatronForm::CommonFile, ParallelLayout::new(5, 1));

@@ -6,13 +6,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use dcp_conformance::MemoryStorage;
-use dcp_convert::{JobOptions, reshard, verify};
 use dcp_core::metadata::Entry;
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{Collective, CollectiveError, DType, FormatError, Key, Rank, Storage, Value};
 use dcp_formats::metadata::Profile;
 use dcp_formats::pickle::Writer;
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
+use dcp_jobs::JobOptions;
+use dcp_jobs::reshard::reshard;
+use dcp_jobs::verify::verify;
 use dcp_megatron::parallel::{DistributionOrigin, ParallelSave};
 use dcp_megatron::sharded::{LocalTensor, ObjectKey, ShardedObject, ShardedTensor};
 use dcp_megatron::{MegatronCheckpoint, MegatronOpenOptions, MegatronWriter};

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use dcp_convert::JobOptions;
-use dcp_convert::jobs::verify::VerifyReport;
 use dcp_core::Storage;
+use dcp_jobs::JobOptions;
+use dcp_jobs::verify::VerifyReport;
 use dcp_megatron::{MegatronCheckpoint, MegatronOpenOptions, verify};
 
 use crate::support::{block_on, get, put, remove, stored};

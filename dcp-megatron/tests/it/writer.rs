@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
-use dcp_convert::{ConvertError, JobOptions, Source, reshard};
 use dcp_core::digest::{hex, sha256};
 use dcp_core::error::error_chain;
 use dcp_core::metadata::Entry;
@@ -11,6 +10,8 @@ use dcp_core::value::Dict;
 use dcp_core::{CheckpointError, Storage, StorageErrorKind, Value};
 use dcp_formats::metadata::Profile;
 use dcp_formats::torch_object::decode_object;
+use dcp_jobs::reshard::reshard;
+use dcp_jobs::{JobError, JobOptions, Source};
 use dcp_megatron::{MegatronForm, MegatronWriter};
 
 use crate::support::{block_on, copy, fixture, get, in_memory, names, objects, put};
@@ -36,7 +37,7 @@ pub(crate) fn writer(storage: Arc<dyn Storage>, form: MegatronForm, seed: i64) -
     MegatronWriter::builder(storage).common(common(seed)).form(form).overwrite(true).build()
 }
 
-pub(crate) fn save(source: &Source, writer: &MegatronWriter) -> Result<(), ConvertError> {
+pub(crate) fn save(source: &Source, writer: &MegatronWriter) -> Result<(), JobError> {
     block_on(reshard(source, writer, 2, &JobOptions::default())).map(|_| ())
 }
 
@@ -47,7 +48,7 @@ pub(crate) fn load(storage: &Arc<MemoryStorage>) -> Option<Found> {
     assert_eq!(json["sharded_backend"], "torch_dist");
     let source = Source::dcp(storage.clone(), false);
     let metadata = block_on(source.metadata()).expect("the index of a checkpoint is whole");
-    let report = block_on(dcp_convert::verify(&source, true, &JobOptions::default())).unwrap();
+    let report = block_on(dcp_jobs::verify::verify(&source, true, &JobOptions::default())).unwrap();
     assert!(report.problems.is_empty(), "{:?}", report.problems);
     let mut found = Vec::new();
     let mut inside = None;
@@ -268,7 +269,7 @@ fn a_checkpoint_is_not_replaced_unasked() {
         let before = names(&*place);
         let careful = MegatronWriter::builder(place.clone()).common(common(1)).build();
         let error = save(&source(), &careful).unwrap_err();
-        let ConvertError::Checkpoint(CheckpointError::Storage(error)) = error else {
+        let JobError::Checkpoint(CheckpointError::Storage(error)) = error else {
             panic!("{error:?}")
         };
         assert_eq!(error.kind(), StorageErrorKind::AlreadyExists);

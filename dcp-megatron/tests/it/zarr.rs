@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use dcp_convert::jobs::get::Found;
-use dcp_convert::{Source, find};
 use dcp_core::Storage;
 use dcp_formats::zarr::ZarrReader;
+use dcp_jobs::Source;
+use dcp_jobs::get::{Found, find};
 use dcp_megatron::{MegatronCheckpoint, MegatronOpenOptions};
 use proptest::prelude::*;
 
@@ -111,7 +111,7 @@ fn objects_are_written_again_as_they_are() {
     let storage: Arc<dyn Storage> = in_memory(&folder);
     let checkpoint =
         block_on(MegatronCheckpoint::open(&storage, &MegatronOpenOptions::default())).unwrap();
-    let value = dcp_convert::read::read_object(checkpoint.source(), "rng_state/shard_0.1_1.2");
+    let value = dcp_jobs::read::read_object(checkpoint.source(), "rng_state/shard_0.1_1.2");
     let value = block_on(value).unwrap();
     let blob = dcp_formats::torch_object::encode_object(&value).unwrap();
     let item = dcp_formats::torch_save::decode_only_item(&blob).unwrap();

@@ -1,15 +1,15 @@
 //! Detects exports that were not written to their end.
 
-use dcp_convert::ConvertError;
 use dcp_core::storage::PutMode;
 use dcp_core::{Key, Storage, StorageError};
 use dcp_formats::hf::UNFINISHED_NAME;
+use dcp_jobs::JobError;
 
 use super::Part;
 
 /// The files that say that not all of an export is there: beside each index, and beside several files
 /// without one.
-pub(super) fn marks(parts: &[Part]) -> Result<Vec<Key>, ConvertError> {
+pub(super) fn marks(parts: &[Part]) -> Result<Vec<Key>, JobError> {
     let files: usize =
         parts.iter().map(|part| part.files.data.len() + usize::from(part.json.is_some())).sum();
     let mut marks = Vec::new();

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dcp_convert::ConvertError;
 use dcp_core::metadata::Entry;
 use dcp_core::path::PathItem;
 use dcp_core::{CheckpointMetadata, Key, StorageError};
+use dcp_jobs::JobError;
 
 use super::{UnshardFormat, UnshardStrategy};
 use crate::rekeyed::{Origin, Shown};
@@ -60,11 +60,10 @@ pub(super) fn divide(
     shown: Vec<Shown>,
     strategy: UnshardStrategy,
     format: UnshardFormat,
-) -> Result<Files, ConvertError> {
+) -> Result<Files, JobError> {
     let ending = format.ending();
-    let key = |name: String| {
-        Key::new(name).map_err(|error| ConvertError::from(StorageError::from(error)))
-    };
+    let key =
+        |name: String| Key::new(name).map_err(|error| JobError::from(StorageError::from(error)));
     if strategy == UnshardStrategy::OneFile {
         let key = key(format!("{root}.{ending}"))?;
         return Ok(Files { data: vec![UnshardedFile { key, shown }], index: None });
@@ -121,8 +120,8 @@ pub(super) fn divide(
     Ok(Files { data, index: Some(index) })
 }
 
-fn unsupported(what: &str, problem: String) -> ConvertError {
-    ConvertError::NoForm { what: what.to_owned(), problem }
+fn unsupported(what: &str, problem: String) -> JobError {
+    JobError::NoForm { what: what.to_owned(), problem }
 }
 
 /// Bytes of a whole tensor; objects count nothing.
@@ -136,7 +135,7 @@ fn byte_len(metadata: &CheckpointMetadata, shown: &Shown) -> u64 {
 
 /// The name of a tensor's file, without its ending: as OLMo-core (3.0) makes it, dots as dashes.
 /// What it takes for folders is escaped like in URLs.
-fn file_name(root: &str, fqn: &str) -> Result<String, ConvertError> {
+fn file_name(root: &str, fqn: &str) -> Result<String, JobError> {
     let mut name = String::new();
     for c in format!("{root}.{fqn}").chars() {
         match c {

@@ -10,14 +10,14 @@ use dcp_core::storage::StorageExt;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
-use dcp_convert::group::JobGroup;
-use dcp_convert::{
-    CheckedSource, ConversionReport, ConvertError, JobOptions, Source, Target, to_safetensors,
-    to_torch_save,
-};
 use dcp_core::metadata::Entry;
 use dcp_core::{CheckpointMetadata, Key, Storage, StorageError};
 use dcp_formats::torch_save::TorchSaveOptions;
+use dcp_jobs::convert::{to_safetensors, to_torch_save};
+use dcp_jobs::group::JobGroup;
+use dcp_jobs::integrity::CheckedSource;
+use dcp_jobs::write::{ConversionReport, Target};
+use dcp_jobs::{JobError, JobOptions, Source};
 use indexmap::IndexMap;
 use serde::Serialize;
 
@@ -78,7 +78,7 @@ impl UnshardFormat {
         source: &Source,
         target: &Target,
         options: &JobOptions,
-    ) -> Result<ConversionReport, ConvertError> {
+    ) -> Result<ConversionReport, JobError> {
         match self {
             Self::Safetensors => to_safetensors(source, target, options).await,
             Self::TorchSave => {
@@ -192,7 +192,7 @@ pub async fn unshard_checkpoint(
     target: &Arc<dyn Storage>,
     options: &UnshardOptions,
     job: &JobOptions,
-) -> Result<UnshardReport, ConvertError> {
+) -> Result<UnshardReport, JobError> {
     let metadata = source.metadata().await?;
     // A dry run is done by each rank for itself.
     let group = job.group.as_ref().filter(|_| !job.dry_run);
@@ -311,7 +311,7 @@ async fn make_room(
     target: &dyn Storage,
     marks: &[Key],
     replaced: Option<&Old>,
-) -> Result<(), ConvertError> {
+) -> Result<(), JobError> {
     if let Err(error) = mark(target, marks).await {
         unmark(target, marks).await?;
         return Err(error.into());
@@ -331,7 +331,7 @@ async fn make_room(
 fn exported(
     metadata: &CheckpointMetadata,
     options: &UnshardOptions,
-) -> Result<Vec<(&'static str, Vec<Shown>)>, ConvertError> {
+) -> Result<Vec<(&'static str, Vec<Shown>)>, JobError> {
     let mut parts = Vec::new();
     for root in [MODEL, OPTIM].into_iter().filter(|root| is_exported(root, options.optim)) {
         let shown = below(metadata, root);
@@ -343,7 +343,7 @@ fn exported(
                 }
                 _ => "is not in this checkpoint: it was saved without its optimizer",
             };
-            return Err(ConvertError::NoForm { what, problem: problem.to_owned() });
+            return Err(JobError::NoForm { what, problem: problem.to_owned() });
         }
         parts.push((root, shown));
     }
@@ -351,7 +351,7 @@ fn exported(
 }
 
 /// Returns the file for the optimizer's objects that the format cannot hold.
-fn objects_file(files: &Files) -> Result<Key, ConvertError> {
+fn objects_file(files: &Files) -> Result<Key, JobError> {
     let name = if files.index.is_some() { "optim/objects.json" } else { "optim.json" };
     Ok(Key::new(name).map_err(StorageError::from)?)
 }
@@ -360,11 +360,11 @@ async fn refuse_existing(
     target: &dyn Storage,
     files: &Files,
     extra: Option<Key>,
-) -> Result<(), ConvertError> {
+) -> Result<(), JobError> {
     let data = files.data.iter().map(|file| &file.key);
     for key in data.chain(&files.index).chain(&extra) {
         if target.contains(key).await? {
-            return Err(ConvertError::TargetExists { target: key.to_string() });
+            return Err(JobError::TargetExists { target: key.to_string() });
         }
     }
     Ok(())

@@ -3,11 +3,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use dcp_convert::element::{JsonLimits, ValueEncoder};
-use dcp_convert::group::JobGroup;
-use dcp_convert::{CheckedSource, ConvertError, JobOptions, JobProgress, Source, Target};
 use dcp_core::{CheckpointMetadata, Key, Storage, StorageError};
 use dcp_formats::hf::IndexFile;
+use dcp_jobs::element::{JsonLimits, ValueEncoder};
+use dcp_jobs::group::JobGroup;
+use dcp_jobs::integrity::CheckedSource;
+use dcp_jobs::options::JobProgress;
+use dcp_jobs::write::Target;
+use dcp_jobs::{JobError, JobOptions, Source};
 use indexmap::IndexMap;
 
 use super::files::UnshardedFile;
@@ -35,7 +38,7 @@ pub(super) struct Writing<'a> {
 
 impl Writing<'_> {
     /// All parts. A failure also says what was written.
-    pub(super) async fn all(mut self, parts: Vec<Part>) -> (Self, Result<(), ConvertError>) {
+    pub(super) async fn all(mut self, parts: Vec<Part>) -> (Self, Result<(), JobError>) {
         // Rank 0 has made room.
         let ready = match self.group {
             Some(group) => room_made(group).await,
@@ -62,12 +65,7 @@ impl Writing<'_> {
 
     /// The files of one part of the state, and then their index. The ranks of a group write files,
     /// and rank 0 the rest.
-    async fn part(
-        &mut self,
-        part: Part,
-        own: Range<usize>,
-        is_last: bool,
-    ) -> Result<(), ConvertError> {
+    async fn part(&mut self, part: Part, own: Range<usize>, is_last: bool) -> Result<(), JobError> {
         let Part { files, objects, json } = part;
         let mut written = Vec::with_capacity(own.len());
         for file in files.data.iter().take(own.end).skip(own.start) {
@@ -118,7 +116,7 @@ impl Writing<'_> {
         }
     }
 
-    async fn file(&mut self, file: UnshardedFile) -> Result<WrittenFile, ConvertError> {
+    async fn file(&mut self, file: UnshardedFile) -> Result<WrittenFile, JobError> {
         let inner = Arc::clone(&self.source.reader);
         let view = Rekeyed::new(inner, Arc::clone(&self.metadata), file.shown)?;
         let view = Source::derived(Arc::new(view), std::slice::from_ref(&self.source));
@@ -134,7 +132,7 @@ impl Writing<'_> {
     }
 
     /// Encodes the objects that safetensors cannot hold as JSON, by name.
-    async fn objects(&self, objects: &[Shown]) -> Result<Vec<u8>, ConvertError> {
+    async fn objects(&self, objects: &[Shown]) -> Result<Vec<u8>, JobError> {
         let entries: Vec<usize> = objects.iter().map(position).collect();
         let values = read_values(&self.source.reader, &self.metadata, &entries).await?;
         let limits = JsonLimits::default();
@@ -147,7 +145,7 @@ impl Writing<'_> {
         Ok(text)
     }
 
-    async fn put(&mut self, key: Key, content: Vec<u8>) -> Result<(), ConvertError> {
+    async fn put(&mut self, key: Key, content: Vec<u8>) -> Result<(), JobError> {
         let len = content.len() as u64;
         if !self.job.dry_run {
             let target = Target::new(Arc::clone(self.target), key.clone());

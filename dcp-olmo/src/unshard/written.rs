@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use dcp_convert::ConversionReport;
-use dcp_convert::group::JobGroup;
 use dcp_core::wire::{MessageReader, MessageWriter};
 use dcp_core::{CheckpointError, PlanError};
+use dcp_jobs::group::JobGroup;
+use dcp_jobs::write::ConversionReport;
 
 const MAGIC: [u8; 4] = *b"dcu1";
 

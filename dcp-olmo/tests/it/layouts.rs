@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use dcp_conformance::CountingStorage;
-use dcp_convert::{JobOptions, Source, reshard, verify};
 use dcp_core::{Storage, StorageReader, Value};
 use dcp_formats::dcp::DcpWriter;
+use dcp_jobs::reshard::reshard;
+use dcp_jobs::verify::verify;
+use dcp_jobs::{JobOptions, Source};
 use dcp_olmo::{OlmoSaveOptions, OptimizerLayout, source_with_layout, with_layout};
 
 use crate::support::{

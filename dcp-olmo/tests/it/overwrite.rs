@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_conformance::{Fault, FaultStorage};
-use dcp_convert::{JobOptions, Source};
 use dcp_core::checkpoint::DataSource;
 use dcp_core::path::PathItem;
 use dcp_core::storage::{OwnThreads, PutMode, StorageExt};
 use dcp_core::{CheckpointError, DType, Payload, Storage, StorageErrorKind};
 use dcp_formats::torch_save::{TorchSaveContent, TorchSaveItem, TorchSaveOptions, TorchSavePlan};
+use dcp_jobs::{JobOptions, Source};
 use dcp_olmo::{UnshardFormat, UnshardOptions, UnshardStrategy, unshard_checkpoint};
 use serde_json::Value as Json;
 

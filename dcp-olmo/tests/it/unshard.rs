@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use dcp_collectives::LocalGroup;
 use dcp_conformance::{Fault, FaultStorage};
-use dcp_convert::group::JobGroup;
-use dcp_convert::{ConvertError, JobOptions, Source};
 use dcp_core::storage::StorageExt;
 use dcp_core::{Storage, StorageErrorKind, Value};
+use dcp_jobs::group::JobGroup;
+use dcp_jobs::{JobError, JobOptions, Source};
 use dcp_olmo::{UnshardFormat, UnshardOptions, UnshardReport, UnshardStrategy, unshard_checkpoint};
 use futures_util::{FutureExt, StreamExt};
 use serde_json::Value as Json;
@@ -30,7 +30,7 @@ pub(crate) fn unshard(
     name: &str,
     target: &Arc<dyn Storage>,
     options: UnshardOptions,
-) -> Result<UnshardReport, ConvertError> {
+) -> Result<UnshardReport, JobError> {
     let source = Source::dcp(fixture(name), false);
     block_on(unshard_checkpoint(&source, target, &options, &JobOptions::default()))
 }
@@ -254,9 +254,7 @@ fn files_that_are_there_are_refused_before_anything_is_written() {
         block_on(target.put(&there, "old".into(), dcp_core::storage::PutMode::Create)).unwrap();
         let options = UnshardOptions::default().optim(true).strategy(strategy);
         let error = unshard(NESTED, &target, options).unwrap_err();
-        assert!(
-            matches!(&error, ConvertError::TargetExists { target } if *target == there.as_str())
-        );
+        assert!(matches!(&error, JobError::TargetExists { target } if *target == there.as_str()));
         assert_eq!(names(&target), [there.as_str()]);
         unshard(NESTED, &target, options.save_overwrite(true)).unwrap();
         assert_ne!(block_on(target.read_all(&there)).unwrap(), "old");

@@ -9,8 +9,8 @@ mod part;
 use std::sync::Arc;
 
 use compare::{compare, compare_common};
-use dcp::convert::read::{TensorReader, read_object};
 use dcp::core::registry::Access;
+use dcp::jobs::read::{TensorReader, read_object};
 use dcp::megatron::disk::COMMON_STATE;
 use dcp::megatron::parallel::{ParallelReader, ParallelSave};
 use dcp::megatron::sharded::ObjectKey;

@@ -10,14 +10,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
-use dcp_checkpoint::Error;
-use dcp_checkpoint::run::{
-    AllOf, LatestValid, PruneReport, Retention, Run, SaveSchedule, SkippedStep, StepNaming,
-};
 use dcp_core::error::{FailureKind, Phase, error_chain};
 use dcp_core::text::without_secrets;
 use dcp_core::{CheckpointError, Stateful};
 use dcp_engine::{Group, LoadMode, LoadSummary, SaveSummary};
+use dcp_jobs::Error;
+use dcp_jobs::run::{
+    AllOf, LatestValid, PruneReport, Retention, Run, SaveSchedule, SkippedStep, StepNaming,
+};
 
 use crate::Checkpointer;
 
@@ -35,7 +35,7 @@ type Clock = dyn Fn() -> SystemTime + Send + Sync;
 /// at the run, decides and deletes; the others receive its decisions through the group.
 ///
 /// ```
-/// use dcp::checkpoint::run::{AnyOf, KeepBest, KeepLast, SaveSchedule};
+/// use dcp::jobs::run::{AnyOf, KeepBest, KeepLast, SaveSchedule};
 /// use dcp::manager::{CheckpointManager, Preemption, SaveReason};
 /// use dcp::{DType, StateDict, Tensor};
 ///
@@ -173,7 +173,7 @@ impl CheckpointManager {
     }
 
     /// Deletes, after each save, the checkpoints that this policy does not keep. See
-    /// [`Prune`](dcp_checkpoint::run::Prune) for what stays whatever the policy.
+    /// [`Prune`](dcp_jobs::run::Prune) for what stays whatever the policy.
     #[must_use]
     pub fn keep(self, policy: impl Retention + 'static) -> Self {
         Self { retention: Some(Arc::new(policy)), ..self }
@@ -355,7 +355,7 @@ impl CheckpointManager {
         };
         let valid = match valid {
             // The first save makes the folder.
-            Err(error) if error.kind() == dcp_checkpoint::ErrorKind::NotFound => {
+            Err(error) if error.kind() == dcp_jobs::ErrorKind::NotFound => {
                 return Ok(LatestValid::default());
             }
             valid => valid.map_err(plugin)?,

@@ -39,7 +39,7 @@ impl StepSave {
         Self { manager, place, save, metrics: BTreeMap::new() }
     }
 
-    /// Records a metric of the checkpoint, for [`KeepBest`](dcp_checkpoint::run::KeepBest). That of
+    /// Records a metric of the checkpoint, for [`KeepBest`](dcp_jobs::run::KeepBest). That of
     /// the coordinator counts.
     pub fn metric(mut self, name: impl Into<String>, value: f64) -> Self {
         self.metrics.insert(name.into(), value);

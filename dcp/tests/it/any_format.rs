@@ -1,7 +1,7 @@
 //! A load opens what `dcp::open` opens: every format, files, and the folders of runs.
 
-use dcp::checkpoint::Keys;
 use dcp::engine::ReadSharing;
+use dcp::jobs::Keys;
 use dcp::{CheckpointError, Checkpointer, Region, StateDict, Tensor, Value};
 use dcp_testing::{fixture, on_ranks};
 

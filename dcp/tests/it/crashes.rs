@@ -6,8 +6,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use dcp::checkpoint::run::{KeepLast, StepNaming};
 use dcp::collectives::{LocalGroup, TcpConfig};
+use dcp::jobs::run::{KeepLast, StepNaming};
 use dcp::manager::CheckpointManager;
 use dcp::{Checkpointer, Collective, DType, Region, StateDict, Tensor, Value};
 use dcp_storage_fs::disk_log::DiskLog;

@@ -2,15 +2,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
-#[cfg(feature = "checkpoint")]
+#[cfg(feature = "jobs")]
 mod any_format;
 mod background;
 mod borrowed;
 mod broadcast;
 mod child;
-#[cfg(feature = "checkpoint")]
+#[cfg(feature = "jobs")]
 mod crashes;
-#[cfg(feature = "checkpoint")]
+#[cfg(feature = "jobs")]
 mod disturbed;
 mod kills;
 mod manager;

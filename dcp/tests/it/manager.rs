@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-use dcp::checkpoint::run::{AnyOf, KeepBest, KeepEvery, KeepLast, SaveSchedule, StepNaming};
 use dcp::collectives::LocalGroup;
 use dcp::core::registry::Access;
+use dcp::jobs::run::{AnyOf, KeepBest, KeepEvery, KeepLast, SaveSchedule, StepNaming};
 use dcp::manager::{CheckpointManager, Preemption, SaveReason};
 use dcp::{CheckpointError, Checkpointer, Collective, DType, Region, StateDict, Tensor};
 
@@ -322,7 +322,7 @@ fn a_clock_that_jumps_causes_one_save_and_loses_no_checkpoint() {
             let read = Arc::clone(&readings);
             let manager = CheckpointManager::new(run_in(&folder))
                 .schedule(SaveSchedule::new().every(DAY))
-                .keep(dcp::checkpoint::run::KeepYoungerThan(DAY))
+                .keep(dcp::jobs::run::KeepYoungerThan(DAY))
                 .clock(move || match read.fetch_add(1, Ordering::SeqCst) {
                     before if before < jump => start,
                     _ => jumped,

@@ -4,11 +4,13 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dcp::convert::{JobOptions, Source, Target, to_safetensors};
 use dcp::core::storage::{PutMode, StorageExt};
 use dcp::core::{DType, Storage};
 use dcp::formats::safetensors::{Header, SafetensorsItem, encode_header, header_len};
 use dcp::fs::FsStorage;
+use dcp::jobs::convert::to_safetensors;
+use dcp::jobs::write::Target;
+use dcp::jobs::{JobOptions, Source};
 use dcp::mapping::{
     Facts, MapOptions, Mapping, Recognition, map_to_hf, map_to_megatron, recognize,
     recognize_config,

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dcp::collectives::TcpConfig;
-use dcp::convert::JobOptions;
 use dcp::core::registry::Access;
+use dcp::jobs::JobOptions;
 use dcp::megatron::disk::METADATA_JSON;
 use dcp::megatron::sharded::{LocalTensor, ShardedObject, ShardedStateDict, ShardedTensor};
 use dcp::megatron::{

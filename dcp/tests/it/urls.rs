@@ -40,7 +40,7 @@ fn a_scheme_of_the_caller_serves_saves_loads_and_background_saves() {
         assert_eq!(step_of(&loaded), 2);
         assert!(dcp::block_on(saving.wait()).unwrap().unwrap().reused_plan);
     });
-    #[cfg(feature = "checkpoint")]
+    #[cfg(feature = "jobs")]
     {
         let opener = dcp::opener(checkpointer_storages(&storage));
         dcp::block_on(opener.open("mem://run")).unwrap().unwrap();

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use dcp_checkpoint::{ErrorKind, Format, Opener};
 use dcp_conformance::MemoryStorage;
 use dcp_core::error::StorageOp;
 use dcp_core::format::Subfolder;
@@ -15,6 +14,7 @@ use dcp_core::storage::{
     Upload, UploadOptions,
 };
 use dcp_core::{DType, Key, Payload, Storage, StorageError, StorageErrorKind};
+use dcp_jobs::{ErrorKind, Format, Opener};
 use dcp_storage_fs::FsStorage;
 use futures_util::stream;
 

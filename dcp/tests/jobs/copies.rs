@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_checkpoint::{ErrorKind, Format};
-use dcp_convert::jobs::copy::Comparing;
 use dcp_core::registry::{Access, StorageRegistry};
 use dcp_core::storage::{ReadOutcome, ReadRequest};
 use dcp_core::{Key, Storage, StorageError};
+use dcp_jobs::copy::Comparing;
+use dcp_jobs::{ErrorKind, Format};
 use dcp_storage_fs::FsStorage;
 
 /// Flips a bit of data files on the way to the reader.

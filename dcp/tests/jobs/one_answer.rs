@@ -5,8 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use dcp_checkpoint::{Destination, Format, Need, Opener};
 use dcp_core::registry::{Access, StorageRegistry};
+use dcp_jobs::{Destination, Format, Need, Opener};
 use dcp_storage_fs::FsStorage;
 use serde_json::{Value, json};
 

@@ -4,11 +4,10 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use dcp_checkpoint::{Checkpoint, Destination, Error, Format, Keys, Need, Opener};
-use dcp_convert::Selection;
-use dcp_convert::jobs::diff::DiffOptions;
-use dcp_convert::keys::{Rename, StatePart};
 use dcp_core::registry::{Access, StorageRegistry};
+use dcp_jobs::diff::DiffOptions;
+use dcp_jobs::keys::{Rename, StatePart};
+use dcp_jobs::{Checkpoint, Destination, Error, Format, Keys, Need, Opener, Selection};
 use dcp_planner::KeyFilter;
 use dcp_storage_fs::FsStorage;
 
@@ -104,7 +103,7 @@ async fn jobs_on_some_keys_need_no_file_of_others() {
     some.convert(at("one.safetensors")).keys(keys.clone()).run().await.unwrap();
     some.reshard(at("one")).ranks(1).keys(keys.clone()).run().await.unwrap();
     let soup = [open_for(&half, &keys, Format::Dcp).await.unwrap(), open(&whole).await];
-    dcp_checkpoint::average(&soup, at("soup.safetensors")).keys(keys).run().await.unwrap();
+    dcp_jobs::combine::average(&soup, at("soup.safetensors")).keys(keys).run().await.unwrap();
 
     let selection = Selection::all().with_include(KeyFilter::any_of(["one"]));
     let stats = some.stats().selection(selection).run().await.unwrap();

@@ -5,7 +5,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dcp::plugins::default_formats;
-use dcp_checkpoint::ErrorKind;
 use dcp_conformance::{MemoryStorage, WebStorage};
 use dcp_core::error::error_chain;
 use dcp_core::format::Subfolder;
@@ -13,6 +12,7 @@ use dcp_core::registry::StorageRegistry;
 use dcp_core::storage::PutMode;
 use dcp_core::{Key, Storage, StorageErrorKind, StorageReader as _};
 use dcp_formats::dcp::DcpReader;
+use dcp_jobs::ErrorKind;
 use dcp_storage_fs::FsStorage;
 
 /// Fixtures as `web://NAME`: files by name, and nothing else.

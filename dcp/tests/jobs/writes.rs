@@ -4,13 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use dcp_checkpoint::rollback::Undone;
-use dcp_checkpoint::{
-    Checkpoint, Destination, ErrorKind, Format, Keys, Need, Rollback, TargetOptions,
-};
 use dcp_conformance::{MemoryStorage, StallStorage};
-use dcp_convert::JobOptions;
-use dcp_convert::keys::StatePart;
 use dcp_core::error::StorageOp;
 use dcp_core::format::{Subfolder, WantedKeys};
 use dcp_core::location::Location;
@@ -18,6 +12,11 @@ use dcp_core::metadata::Entry;
 use dcp_core::registry::{Access, StorageRegistry};
 use dcp_core::storage::{PutMode, StorageExt as _};
 use dcp_core::{DType, Key, Payload, Storage, StorageError, StorageErrorKind};
+use dcp_jobs::keys::StatePart;
+use dcp_jobs::rollback::Undone;
+use dcp_jobs::{
+    Checkpoint, Destination, ErrorKind, Format, JobOptions, Keys, Need, Rollback, TargetOptions,
+};
 use dcp_storage_fs::FsStorage;
 use futures_util::StreamExt;
 
@@ -410,8 +409,9 @@ async fn options_of_plug_ins_that_a_job_does_not_pass_on_are_refused() {
     let at = |name: &str| folder.path().join(name).display().to_string();
     let source = fixture("pytorch/fsdp2_adam_2r");
     let two = [open(&source).await, open(&source).await];
-    let identical = dcp_convert::view::Duplicates::Identical;
-    let merge = || dcp_checkpoint::merge(&two, at("merged")).to(Format::Dcp).duplicates(identical);
+    let identical = dcp_jobs::view::Duplicates::Identical;
+    let merge =
+        || dcp_jobs::combine::merge(&two, at("merged")).to(Format::Dcp).duplicates(identical);
     let mapping = dcp_mapping::MappingOptions::new().untie(true);
     let repaired = dcp_megatron::framework::OptimizerOptions::new().repair(true);
     let errors = [
@@ -424,7 +424,7 @@ async fn options_of_plug_ins_that_a_job_does_not_pass_on_are_refused() {
         assert_eq!(error.kind(), ErrorKind::InvalidOption, "{error}");
     }
     // A program without the mapping says so, and does not keep the names in silence.
-    let plain = dcp_checkpoint::Opener::new(storages()).open(&source).await.unwrap();
+    let plain = dcp_jobs::Opener::new(storages()).open(&source).await.unwrap();
     let error = plain.convert(at("hf")).to(Format::HuggingFace).with(mapping).run().await;
     assert!(error.unwrap_err().to_string().contains("is no plug-in of this program"));
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
@@ -445,6 +445,6 @@ async fn a_format_of_a_framework_is_written_by_the_framework() {
     // Nothing reads a configuration here.
     let two = [open(&fixture("pytorch/t21_plain")).await];
     let target = Destination::new(at("merged")).to(Format::Registered("torch-dist"));
-    let error = dcp_checkpoint::merge(&two, target.config("models")).run().await.unwrap_err();
+    let error = dcp_jobs::combine::merge(&two, target.config("models")).run().await.unwrap_err();
     assert!(error.message().starts_with("`Destination::config` is for a mapping"), "{error}");
 }

@@ -7,9 +7,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use dcp_checkpoint::run::{KeepLast, PrunePlan, Run, StepOrder};
 use dcp_core::Storage;
 use dcp_core::registry::StorageRegistry;
+use dcp_jobs::run::{KeepLast, PrunePlan, Run, StepOrder};
 use dcp_storage_fs::FsStorage;
 use dcp_testing::{fixture, key};
 

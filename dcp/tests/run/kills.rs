@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use dcp_checkpoint::run::{KeepLast, RunStep};
 use dcp_conformance::{Effect, Fault, FaultStorage};
 use dcp_core::{Storage, StorageErrorKind};
+use dcp_jobs::run::{KeepLast, RunStep};
 
 use crate::support::{FRAMEWORKS, Framework, files, names, opener_of, run_in, steps};
 

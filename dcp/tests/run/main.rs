@@ -14,10 +14,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use dcp_checkpoint::ErrorKind;
-use dcp_checkpoint::run::{AnyOf, KeepBest, KeepEvery, KeepLast, PruneReport};
 use dcp_conformance::{FaultStorage, MemoryStorage};
 use dcp_core::Storage;
+use dcp_jobs::ErrorKind;
+use dcp_jobs::run::{AnyOf, KeepBest, KeepEvery, KeepLast, PruneReport};
 use dcp_testing::{fixture, key};
 
 use support::{

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dcp_checkpoint::run::{KeepBest, KeepLast, PrunePlan, StepOrder};
 use dcp_conformance::MemoryStorage;
 use dcp_core::error::error_chain;
 use dcp_core::value::{Dict, Global, Object};
 use dcp_core::{Storage, Value};
 use dcp_formats::torch_object::encode_object;
+use dcp_jobs::run::{KeepBest, KeepLast, PrunePlan, StepOrder};
 use dcp_testing::fixture;
 
 use crate::protected::run_with;

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use dcp_checkpoint::ErrorKind;
-use dcp_checkpoint::run::{AnyOf, KeepBest, KeepEvery, KeepLast, Prune, Run, StepOrder};
 use dcp_conformance::MemoryStorage;
 use dcp_core::Storage;
+use dcp_jobs::ErrorKind;
+use dcp_jobs::run::{AnyOf, KeepBest, KeepEvery, KeepLast, Prune, Run, StepOrder};
 use dcp_testing::{fixture, key};
 
 use crate::support::{Framework, get, names, numbers, put, put_folder, reason, run_in, steps};

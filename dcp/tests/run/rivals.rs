@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_trait::async_trait;
-use dcp_checkpoint::run::KeepLast;
 use dcp_core::storage::{ObjectMeta, PutMode, ReadOutcome, ReadRequest, WholeObject};
 use dcp_core::{Key, Payload, Storage, StorageError};
+use dcp_jobs::run::KeepLast;
 
 use crate::support::{FRAMEWORKS, files, run_in};
 

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-use dcp_checkpoint::Opener;
-use dcp_checkpoint::run::{PrunePlan, Run, RunStep, StepNaming};
 use dcp_conformance::MemoryStorage;
 use dcp_core::Storage;
 use dcp_core::format::Subfolder;
 use dcp_core::registry::StorageRegistry;
 use dcp_core::storage::{ObjectMeta, PutMode, StorageExt as _};
+use dcp_jobs::Opener;
+use dcp_jobs::run::{PrunePlan, Run, RunStep, StepNaming};
 use dcp_testing::{fixture, key};
 use futures_util::{FutureExt as _, TryStreamExt as _};
 

@@ -2,10 +2,8 @@
 
 use std::fmt::Write as _;
 
-use dcp::convert::jobs::diff::{
-    Described, DiffReport, Difference, DifferenceKind, Spot, ValueDifference,
-};
 use dcp::core::text::{Message, Quoted};
+use dcp::jobs::diff::{Described, DiffReport, Difference, DifferenceKind, Spot, ValueDifference};
 use serde_json::Value;
 
 use crate::output::Output;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use dcp::convert::jobs::inspect::Summary;
+use dcp::jobs::inspect::Summary;
 
 use crate::output::Output;
 use crate::output::style::{columns, left, printable, right, shorten, size};

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use dcp::convert::jobs::inspect::{ChunkSummary, TensorSummary};
+use dcp::jobs::inspect::{ChunkSummary, TensorSummary};
 
 use crate::output::render::canvas::Canvas;
 use crate::output::style::right;

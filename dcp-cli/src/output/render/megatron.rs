@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-use dcp::convert::jobs::inspect::{KeySummary, Summary};
 use dcp::core::text::{Message, escaped};
+use dcp::jobs::inspect::{KeySummary, Summary};
 use dcp::megatron::jobs::{Description, Layers, ObjectGroup, ParallelSizes, object_key};
 use indexmap::IndexMap;
 use serde_json::{Map, Value, json};

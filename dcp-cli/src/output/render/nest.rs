@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use dcp::convert::jobs::inspect::{KeySummary, Summary};
+use dcp::jobs::inspect::{KeySummary, Summary};
 
 /// Names inside each other; what is deeper stays one name. No model is that deep, but a hostile
 /// file may be.

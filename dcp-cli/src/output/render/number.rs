@@ -1,6 +1,6 @@
 //! Numbers in few columns.
 
-use dcp::convert::jobs::stats::Number;
+use dcp::jobs::stats::Number;
 
 /// A number of a tensor; `-` where there is none.
 pub(crate) fn compact(number: Option<Number>) -> String {

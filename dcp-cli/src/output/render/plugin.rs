@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-use dcp::checkpoint::framework::PluginReport;
 use dcp::core::text::Message;
+use dcp::jobs::framework::PluginReport;
 use serde_json::Value;
 
 use crate::output::Output;

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use dcp::convert::integrity::Problem;
-use dcp::convert::jobs::verify::VerifyReport;
 use dcp::core::text::Message;
+use dcp::jobs::integrity::Problem;
+use dcp::jobs::verify::VerifyReport;
 
 use crate::output::Output;
 use crate::output::style::{count, printable, size, thousands};

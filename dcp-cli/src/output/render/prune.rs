@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use dcp::checkpoint::run::{LeftBehind, LeftBehindKind, PrunePlan, PruneReport};
 use dcp::core::text::Message;
+use dcp::jobs::run::{LeftBehind, LeftBehindKind, PrunePlan, PruneReport};
 
 use super::run::age;
 use crate::output::Output;

@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use dcp::convert::open::{RunEntry, RunListing};
 use dcp::core::text::Message;
+use dcp::jobs::listing::{RunEntry, RunListing};
 
 use crate::output::Output;
 use crate::output::style::{columns, count, left, printable, right, shorten, size};

@@ -2,10 +2,11 @@
 
 use std::fmt::Write as _;
 
-use dcp::convert::jobs::inspect::{ChunkSummary, TensorSummary};
+use dcp::jobs::inspect::{ChunkSummary, TensorSummary};
 
 use crate::output::Output;
-use crate::output::render::grid::{self, Axis, Plane};
+use crate::output::render::grid;
+use crate::output::render::grid::{Axis, Plane};
 use crate::output::style::{columns, count, left, printable, right, shorten, size, thousands};
 
 /// Slices of a tensor with more than two cut axes that are drawn at most.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use dcp::convert::jobs::stats::Histogram;
+use dcp::jobs::stats::Histogram;
 
 /// The powers of two of the columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

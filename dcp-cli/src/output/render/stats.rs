@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use dcp::convert::jobs::stats::{BadChunk, FloatRange, NumberStats, StatsReport, TensorStats};
+use dcp::jobs::stats::{BadChunk, FloatRange, NumberStats, StatsReport, TensorStats};
 
 use crate::output::Output;
 use crate::output::render::number::{compact, float, share};

@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-use dcp::convert::jobs::inspect::{KeySummary, Summary, TensorSummary};
 use dcp::core::text::escaped;
+use dcp::jobs::inspect::{KeySummary, Summary, TensorSummary};
 
 use crate::output::Output;
 use crate::output::render::files;

@@ -2,11 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use dcp_convert::jobs::get::Found;
-use dcp_convert::read::read_object;
-use dcp_convert::view::{AssembledBuilder, Piece, PieceFrom};
-use dcp_convert::{Source, find};
 use dcp_core::{DType, Dims, Region, Tensor, Value};
+use dcp_jobs::Source;
+use dcp_jobs::get::{Found, find};
+use dcp_jobs::read::read_object;
+use dcp_jobs::view::{AssembledBuilder, Piece, PieceFrom};
 use indexmap::IndexMap;
 
 use super::MODEL_FILE;

@@ -3,11 +3,11 @@
 
 use std::collections::HashMap;
 
-use dcp_convert::view::{Assembled, Piece, PieceFrom};
-use dcp_convert::{JobOptions, Source};
 use dcp_core::metadata::{Entry, TensorEntry};
 use dcp_core::path::PathItem;
 use dcp_core::{Dims, Region};
+use dcp_jobs::view::{Assembled, Piece, PieceFrom};
+use dcp_jobs::{JobOptions, Source};
 
 use super::leaves::{Found, Leaf};
 use super::model_chunk;

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use dcp_convert::Source;
 use dcp_core::metadata::Entry;
 use dcp_core::path::PathItem;
 use dcp_core::region::RegionError;
 use dcp_core::{DType, Dims, Region};
+use dcp_jobs::Source;
 use indexmap::IndexMap;
 
 use super::folders::{Grid, Place};

@@ -11,11 +11,11 @@ mod rank_local;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use dcp_convert::view::Assembled;
-use dcp_convert::{JobOptions, Source};
 use dcp_core::value::Dict;
 use dcp_core::{Key, Storage, Value};
 use dcp_formats::torch_save::TorchSaveReader;
+use dcp_jobs::view::Assembled;
+use dcp_jobs::{JobOptions, Source};
 
 use folders::Grid;
 pub(crate) use folders::LegacyFolders;

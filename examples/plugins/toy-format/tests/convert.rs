@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_checkpoint::{Destination, ErrorKind, Format, Opener};
+use dcp_jobs::{Destination, ErrorKind, Format, Opener};
 use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
 use dcp_core::registry::{Access, StorageRegistry};
 use dcp_core::storage::PutMode;

@@ -8,14 +8,11 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_checkpoint::framework::{
-    Concern, Framework, FrameworkCheckpoint, FrameworkOptions, FrameworkTarget, Options,
-    PluginReport, Preparation, RunLayout, Taken, TargetLayout, TargetRequest,
-};
-use dcp_checkpoint::run::StepNaming;
-use dcp_checkpoint::{Checkpoint, Error, Format};
-use dcp_convert::jobs::verify::VerifyReport;
-use dcp_convert::{ConversionReport, JobOptions, Source};
+use dcp_jobs::{Checkpoint, Error, Format, JobOptions, Source};
+use dcp_jobs::framework::{Concern, Framework, FrameworkCheckpoint, FrameworkOptions, FrameworkTarget, Options, PluginReport, Preparation, RunLayout, Taken, TargetLayout, TargetRequest};
+use dcp_jobs::run::StepNaming;
+use dcp_jobs::verify::VerifyReport;
+use dcp_jobs::write::ConversionReport;
 use dcp_core::format::OpenedCheckpoint;
 use dcp_core::storage::PutMode;
 use dcp_core::value::Dict;
@@ -128,7 +125,7 @@ impl FrameworkCheckpoint for ToyCheckpoint {
     }
 
     async fn verify(&self, deep: bool, job: &JobOptions) -> Result<VerifyReport, Error> {
-        Ok(dcp_convert::verify(&self.source, deep, job).await?)
+        Ok(dcp_jobs::verify::verify(&self.source, deep, job).await?)
     }
 
     async fn state_problem(
@@ -206,7 +203,7 @@ impl TargetLayout for ToyRanks {
         request: TargetRequest<'_>,
     ) -> Result<ConversionReport, Error> {
         let writer = ToyWriter::new(storage, request.writer.overwrite);
-        Ok(dcp_convert::reshard(source, &writer, self.0, request.job).await?)
+        Ok(dcp_jobs::reshard::reshard(source, &writer, self.0, request.job).await?)
     }
 }
 

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dcp_checkpoint::framework::Frameworks;
-use dcp_checkpoint::run::StepNaming;
-use dcp_checkpoint::{Destination, ErrorKind, Format, Opener};
+use dcp_jobs::{Destination, ErrorKind, Format, Opener};
+use dcp_jobs::framework::Frameworks;
+use dcp_jobs::run::StepNaming;
 use dcp_core::registry::{Access, StorageRegistry};
 use dcp_storage_fs::FsStorage;
 use toy_format::ToyFormat;
@@ -31,7 +31,7 @@ async fn a_framework_describes_verifies_and_writes_its_checkpoints() {
     assert_eq!(source.framework(), None);
 
     // Its target, with its own option.
-    let tensors = dcp_checkpoint::Keys::all().include("*.weight");
+    let tensors = dcp_jobs::Keys::all().include("*.weight");
     let target = Destination::new(at("four")).to(TOY_RANKS).with(ToyRanks(4));
     source.convert(target).keys(tensors).run().await.unwrap();
     let four = opener().open(&at("four")).await.unwrap();

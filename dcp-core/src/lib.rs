@@ -16,69 +16,56 @@
 //! Traits here have no default methods, so an implementation or decorator cannot forget a new one.
 //! Conveniences for callers are in extension traits such as [`StorageExt`](storage::StorageExt).
 //!
-//! The most used names are at the root, the others in modules:
+//! The most used names are at the root, the others in modules. The source has the modules in
+//! folders, its floors: each uses the floors above it in this table and none below.
 //!
-//! | module | contents |
-//! |---|---|
-//! | [`checkpoint`], [`save_run`] | the contracts of formats, and the order of their calls |
-//! | [`storage`], [`registry`], [`location`] | the contract of storages, and their URLs |
-//! | [`planner`], [`plan`] | the contract of planners, and plans |
-//! | [`metadata`] | the index of a checkpoint |
-//! | [`value`], [`path`] | plain data of a state dict, and its nesting |
-//! | [`tensor`], [`memory`], [`device`], [`region`], [`dims`], [`dtype`] | tensors, their memory and their geometry |
-//! | [`error`], [`text`] | errors, and untrusted text in messages |
-//! | [`mod@format`] | formats as plug-ins |
-//! | [`wire`] | messages between ranks |
+//! | floor | modules | contents |
+//! |---|---|---|
+//! | `text` | [`text`] | untrusted text in messages |
+//! | `names` | [`key`] | names of stored objects and ranks |
+//! | `tensors` | [`tensor`], [`memory`], [`device`], [`region`], [`overlap`], [`dims`], [`dtype`] | tensors, their memory and their geometry |
+//! | `error` | [`error`] | errors, and who can act on each |
+//! | `storages` | [`storage`], [`registry`], [`location`] | the contract of storages, and their URLs |
+//! | `state` | [`value`], [`path`] | plain data of a state dict, and its nesting |
+//! | `plans` | [`metadata`], [`plan`], [`planner`] | the index of a checkpoint, plans, and the contract of planners |
+//! | `protocol` | [`checkpoint`], [`save_run`], [`wire`], [`digest`] | the contracts of formats, the order of their calls, and messages between ranks |
+//! | `format` | [`mod@format`] | formats as plug-ins |
 //!
 //! A *shard* is what a rank holds in memory, a *chunk* what a file stores, a *region* a box of
 //! elements. Offsets and sizes are in elements per axis; `byte_offset` and `byte_len` are in bytes.
 
-pub mod checkpoint;
-mod collective;
-pub mod device;
-pub mod digest;
-pub mod dims;
-pub mod dtype;
 pub mod error;
 pub mod format;
-pub mod key;
-pub mod location;
-pub mod memory;
-pub mod metadata;
-pub mod overlap;
-pub mod path;
-mod payload;
-pub mod plan;
-mod plan_check;
-pub mod planner;
-mod rank;
-pub mod region;
-pub mod registry;
-pub mod save_run;
-pub mod storage;
-mod streams;
-pub mod tensor;
-mod tensor_view;
+mod names;
+mod plans;
+mod protocol;
+mod state;
+mod storages;
+mod tensors;
 pub mod text;
-pub mod value;
-pub mod wire;
 
 /// The crate of [`Payload`]'s pieces and of [`HostMemory::from_bytes`].
 pub use bytes;
-pub use checkpoint::{StateDict, Stateful, StorageReader, StorageWriter};
-pub use collective::Collective;
-pub use dims::Dims;
-pub use dtype::DType;
 pub use error::{
     CheckpointError, CollectiveError, FormatError, PlanError, StorageError, StorageErrorKind,
 };
-pub use key::Key;
-pub use memory::{Buffer, HostMemory};
-pub use metadata::CheckpointMetadata;
-pub use payload::Payload;
-pub use rank::Rank;
-pub use region::Region;
-pub use storage::Storage;
-pub use tensor::{Shard, Tensor};
-pub use tensor_view::TensorView;
-pub use value::Value;
+pub use names::key;
+pub use names::key::Key;
+pub use names::rank::Rank;
+pub use plans::metadata::CheckpointMetadata;
+pub use plans::{metadata, plan, planner};
+pub use protocol::checkpoint::{StateDict, Stateful, StorageReader, StorageWriter};
+pub use protocol::collective::Collective;
+pub use protocol::{checkpoint, digest, save_run, wire};
+pub use state::value::Value;
+pub use state::{path, value};
+pub use storages::storage::Storage;
+pub use storages::{location, registry, storage};
+pub use tensors::dims::Dims;
+pub use tensors::dtype::DType;
+pub use tensors::memory::{Buffer, HostMemory};
+pub use tensors::payload::Payload;
+pub use tensors::region::Region;
+pub use tensors::tensor::{Shard, Tensor};
+pub use tensors::tensor_view::TensorView;
+pub use tensors::{device, dims, dtype, memory, overlap, region, tensor};

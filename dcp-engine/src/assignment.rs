@@ -86,8 +86,8 @@ impl Assignment {
 }
 
 fn bad() -> PlanError {
-    PlanError::Message {
-        message: "the assignment of reads".to_owned(),
-        problem: "it ends too early, or has another number of ranks".to_owned(),
-    }
+    PlanError::message(
+        "the assignment of reads",
+        "it ends too early, or has another number of ranks",
+    )
 }

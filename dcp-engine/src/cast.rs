@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use dcp_cast::{CastCounts, CastOptions, CastReport, Caster, ExactTensors, TensorCast};
+use dcp_core::error::StateProblem;
 use dcp_core::plan::{LeafKind, StateIndex};
 use dcp_core::{DType, Payload, PlanError};
 use dcp_planner::KeyFilter;
@@ -73,7 +74,7 @@ impl Casts {
                 return Ok(None);
             }
             let caster = Caster::new(&leaf.fqn, *dtype, self.to, CastOptions::default())
-                .map_err(|e| PlanError::NotCastable { fqn: e.fqn, problem: e.problem })?;
+                .map_err(|e| StateProblem::NotCastable { problem: e.problem }.of(e.fqn))?;
             *dtype = self.to;
             let lost = Mutex::default();
             Ok(Some(Cast { fqn: Arc::clone(&leaf.fqn), caster, lost: Arc::new(lost) }))

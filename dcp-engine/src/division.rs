@@ -189,7 +189,7 @@ impl Division {
             let byte_len = match metadata.at(entry as usize) {
                 Some((_, Entry::Object(object))) => object.placement.map_or(0, |at| at.byte_len),
                 Some((fqn, _)) => {
-                    return Err(PlanError::NotAnObject { fqn: fqn.to_string() }.into());
+                    return Err(PlanError::not_an_object(fqn.to_string()).into());
                 }
                 None => return Err(no_entry(entry, None)),
             };

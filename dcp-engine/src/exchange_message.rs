@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::error::TensorError;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, HostMemory, PlanError, Region, StorageReader,
@@ -140,7 +141,7 @@ impl Wanted {
         };
         let data = usize::try_from(self.byte_len).unwrap_or(usize::MAX);
         let memory = HostMemory::try_zeroed(header.len().saturating_add(data));
-        let memory = memory.ok_or_else(|| PlanError::OutOfMemory {
+        let memory = memory.ok_or_else(|| TensorError::OutOfMemory {
             what: "what another rank is sent".into(),
             byte_len: self.byte_len,
         })?;
@@ -178,7 +179,7 @@ impl Wanted {
             let missing = (0..).zip(entries).find(|(leaf, _)| !arrived.contains(leaf));
             let entry = missing.map_or(0, |(_, entry)| *entry as usize);
             let fqn = metadata.entry_name(entry).into_owned();
-            return Err(PlanError::Unread { fqn, part: "the value".to_owned() }.into());
+            return Err(PlanError::unread(fqn, "the value").into());
         }
         let mut message = Parcel::header(&pieces)?;
         for (_, value) in values {

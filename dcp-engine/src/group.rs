@@ -456,9 +456,9 @@ fn judge<T: DeserializeOwned>(
 
 fn wire(error: &dyn std::error::Error) -> CheckpointError {
     let message = "the outcome of a rank".to_owned();
-    PlanError::Message { message, problem: error.to_string() }.into()
+    PlanError::message(message, error.to_string()).into()
 }
 
 fn no_decision() -> CheckpointError {
-    PlanError::OutOfStep { problem: "the message of the coordinator has no decision".into() }.into()
+    PlanError::out_of_step("the message of the coordinator has no decision").into()
 }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use dcp_cast::CastCounts;
 use dcp_core::checkpoint::WriteReport;
+use dcp_core::error::{PlanSubject, RanksProblem};
 use dcp_core::wire::{MessageReader, MessageWriter, PlanRequest, PlanSummary};
 use dcp_core::{PlanError, Rank};
 
@@ -187,13 +188,13 @@ pub(crate) fn same_save(offers: &[Offer]) -> Result<(), PlanError> {
     let first = offers.first().map_or(0, |offer| offer.sequence);
     let Some(rank) = offers.iter().position(|offer| offer.sequence != first) else { return Ok(()) };
     let numbered = |offer: &Offer| format!("save number {}", offer.sequence + 1);
-    Err(PlanError::Disagreement {
-        fqn: "the whole state".into(),
+    Err(PlanError::Ranks(RanksProblem::Disagreement {
+        subject: PlanSubject::State,
         left: numbered(&offers[0]),
         left_rank: 0,
         right: numbered(&offers[rank]),
         right_rank: Rank::try_from(rank).unwrap_or(Rank::MAX),
-    })
+    }))
 }
 
 #[cfg(test)]

@@ -72,7 +72,7 @@ pub(crate) fn deserialize<'de, T: Packed, D: Deserializer<'de>>(
 
 pub(crate) fn bad(problem: &str) -> PlanError {
     let message = "a message of a save".to_owned();
-    PlanError::Message { message, problem: problem.to_owned() }
+    PlanError::message(message, problem)
 }
 
 /// Reads a length and as many bytes as an array has.

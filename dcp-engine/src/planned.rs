@@ -1,22 +1,23 @@
 //! Lookups of the entries and chunks that plans refer to in the metadata.
 
+use dcp_core::error::ChunksProblem;
 use dcp_core::metadata::Entry;
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, PlanError, Region};
 
 /// A message between the ranks of a load cannot be decoded.
 pub(crate) fn bad_message(problem: &str) -> CheckpointError {
     let message = "a message with elements or objects".to_owned();
-    PlanError::Message { message, problem: problem.to_owned() }.into()
+    PlanError::message(message, problem).into()
 }
 
 /// The ranks of a load are at different steps.
 pub(crate) fn out_of_step(problem: &str) -> CheckpointError {
-    PlanError::OutOfStep { problem: problem.to_owned() }.into()
+    PlanError::out_of_step(problem).into()
 }
 
 /// A plan refers to an entry or a chunk that the metadata does not have.
 pub(crate) fn no_entry(entry: u32, chunk: Option<u32>) -> CheckpointError {
-    PlanError::NoEntry { entry: entry.into(), chunk: chunk.map(u64::from) }.into()
+    PlanError::no_entry(entry.into(), chunk.map(u64::from)).into()
 }
 
 /// A plan reads `region` of a chunk, which must contain it.
@@ -33,11 +34,12 @@ pub(crate) fn check_chunk(
     if known.contains(region) {
         return Ok(());
     }
-    Err(PlanError::Outside {
-        fqn: fqn.to_string(),
+    Err(ChunksProblem::Outside {
         region: region.to_string(),
         bounds: format!("chunk {chunk} at {known}"),
+        rank: None,
     }
+    .of(fqn.to_string())
     .into())
 }
 
@@ -48,7 +50,7 @@ pub(crate) fn tensor_dtype(
 ) -> Result<DType, CheckpointError> {
     let (fqn, stored) = metadata.at(entry as usize).ok_or_else(|| no_entry(entry, None))?;
     let tensor = stored.as_tensor();
-    Ok(tensor.ok_or_else(|| PlanError::NotATensor { fqn: fqn.to_string() })?.dtype)
+    Ok(tensor.ok_or_else(|| PlanError::not_a_tensor(fqn.to_string()))?.dtype)
 }
 
 /// The bytes of a stored object; 0 where the index does not have them.

@@ -183,7 +183,7 @@ impl<'a> Receiver<'a> {
         });
         let objects = self.objects.keys().map(|entry| (name(*entry), "the value".to_owned()));
         let missing: Vec<PlanError> =
-            parts.chain(objects).map(|(fqn, part)| PlanError::Unread { fqn, part }).collect();
+            parts.chain(objects).map(|(fqn, part)| PlanError::unread(fqn, part)).collect();
         if !missing.is_empty() {
             return Err(PlanError::Many(missing).into());
         }

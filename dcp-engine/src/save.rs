@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use dcp_core::checkpoint::DataSource;
-use dcp_core::error::{Phase, Standing};
+use dcp_core::error::{Phase, Standing, StateProblem};
 use dcp_core::plan::{SavePlan, WritePlan};
 use dcp_core::planner::SavePlanner;
 use dcp_core::save_run::RankWrite;
@@ -480,10 +480,7 @@ fn standing_at(mut error: CheckpointError, what: Standing) -> CheckpointError {
 }
 
 fn no_plan() -> CheckpointError {
-    PlanError::OutOfStep {
-        problem: "the coordinator refers to a plan that this rank does not have".into(),
-    }
-    .into()
+    PlanError::out_of_step("the coordinator refers to a plan that this rank does not have").into()
 }
 
 /// Refuses a tensor of which this process holds a part, where no other rank can hold the rest.
@@ -492,7 +489,7 @@ fn check_whole(fqn: &str, tensor: &Tensor) -> Result<(), PlanError> {
     let volumes = tensor.shards().iter().map(|shard| shard.region().volume());
     let found = volumes.fold(0, u64::saturating_add);
     if found < expected {
-        return Err(PlanError::AlonePart { fqn: fqn.to_owned(), expected, found });
+        return Err(StateProblem::Part { expected, found }.of(fqn));
     }
     Ok(())
 }

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dcp_core::checkpoint::DataSink;
+use dcp_core::error::{ChunksProblem, TensorError};
 use dcp_core::plan::{ReadItem, ReadKind};
 use dcp_core::tensor::ShardData;
 use dcp_core::text::Quoted;
@@ -67,7 +68,7 @@ impl StateSink {
         match staged.iter().find(|staged| !staged.filled) {
             Some(staged) => {
                 let part = format!("a part of shape {}", staged.view.shape());
-                Err(PlanError::Unread { fqn: staged.fqn.to_string(), part }.into())
+                Err(PlanError::unread(staged.fqn.to_string(), part).into())
             }
             None => Ok(staged),
         }
@@ -109,7 +110,7 @@ impl Staged {
             let staging = elements.staging(len).filter(|memory| memory.len() == len);
             staging.or_else(|| HostMemory::try_zeroed(len))
         });
-        let memory = memory.ok_or_else(|| PlanError::OutOfMemory {
+        let memory = memory.ok_or_else(|| TensorError::OutOfMemory {
             what: format!("a piece of {}", Quoted(fqn)),
             byte_len,
         })?;
@@ -129,10 +130,13 @@ impl Staged {
 impl DataSink for StateSink {
     fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
         let (fqn, shard, region) = self.shard(item)?;
-        let outside = || PlanError::Outside {
-            fqn: fqn.to_string(),
-            region: region.to_string(),
-            bounds: format!("shard {}", shard.region()),
+        let outside = || {
+            ChunksProblem::Outside {
+                region: region.to_string(),
+                bounds: format!("shard {}", shard.region()),
+                rank: None,
+            }
+            .of(fqn.to_string())
         };
         let inner = region.relative_to(shard.region().offsets()).ok_or_else(outside)?;
         let memory = match shard.data() {

@@ -8,6 +8,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_cast::CastReport;
 use dcp_core::checkpoint::DataSource;
+use dcp_core::error::PlanProblem;
 use dcp_core::plan::SavePlan;
 use dcp_core::storage::OwnThreads;
 use dcp_core::tensor::ShardData;
@@ -65,7 +66,9 @@ impl StateSource {
             .items()
             .map(|item| {
                 let fqn = &*item.key.fqn;
-                let not_held = |part: String| PlanError::NotHeld { fqn: fqn.to_owned(), part };
+                let not_held = |part: String| {
+                    PlanError::Plan(PlanProblem::NotHeld { fqn: fqn.to_owned(), part })
+                };
                 let data = match leaves.get(fqn) {
                     Some(Leaf::Object(bytes)) if !item.is_tensor() => Data::Object(bytes.clone()),
                     Some(Leaf::Tensor(tensor, cast)) if item.is_tensor() => {
@@ -149,10 +152,8 @@ impl DataSource for StateSource {
         item: usize,
         byte_range: Range<u64>,
     ) -> Result<Payload, CheckpointError> {
-        let (fqn, data) = self
-            .items
-            .get(item)
-            .ok_or(PlanError::NoItem { item: item as u64, items: self.items.len() as u64 })?;
+        let (fqn, data) =
+            self.items.get(item).ok_or(PlanError::no_item(item as u64, self.items.len() as u64))?;
         let payload = match data {
             Data::Object(bytes) => Payload::from(bytes.clone()).slice(byte_range),
             Data::Tensor(elements, None) => elements.read(fqn, byte_range).await?,

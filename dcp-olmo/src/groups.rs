@@ -4,10 +4,11 @@ use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
+use dcp_core::Value;
 use dcp_core::path::PathItem;
-use dcp_core::{PlanError, Value};
 use indexmap::IndexMap;
 
+use crate::error::OlmoError;
 use crate::roots::{GROUPS, OPTIM};
 use crate::value_hash;
 
@@ -73,13 +74,13 @@ pub(crate) fn given_groups(
     groups: &[Vec<Arc<str>>],
     settings: &IndexMap<&str, Vec<Setting<'_>>>,
     values: &HashMap<usize, Value>,
-) -> Result<Vec<Vec<Arc<str>>>, PlanError> {
+) -> Result<Vec<Vec<Arc<str>>>, OlmoError> {
     for (number, members) in groups.iter().enumerate() {
         let mut known = members.iter().filter_map(|param| Some((param, settings.get(&**param)?)));
         let Some((first, fields)) = known.next() else { continue };
         for (param, others) in known {
             if let Some(field) = difference(fields, others, values) {
-                return Err(PlanError::MixedGroup {
+                return Err(OlmoError::MixedGroup {
                     group: format!("{OPTIM}.{GROUPS}.{number}"),
                     first: first.to_string(),
                     second: param.to_string(),

@@ -4,9 +4,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::path::{PathItem, StatePath};
-use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, StorageReader, Value};
+use dcp_core::{CheckpointError, CheckpointMetadata, StorageReader, Value};
 use indexmap::IndexMap;
 
+use crate::error::OlmoError;
 use crate::layout::{OptimKey, group_members, model_params, params_entries, split_param};
 use crate::rekeyed::{Origin, Rekeyed, Shown};
 use crate::roots::{GROUPS, MODEL, OPTIM, STATE};
@@ -39,9 +40,8 @@ pub(crate) async fn mapped(
     let (known, unknown): (Vec<_>, Vec<_>) =
         mapping.iter().partition(|(_, name)| stored.contains(name.as_str()));
     if !unknown.is_empty() && !lenient {
-        let fqns = unknown.iter().map(|(_, then)| (*then).clone()).collect();
-        let problem = "names parameters that are not in the checkpoint";
-        return Err(PlanError::KeyMapping { fqns, problem }.into());
+        let keys = unknown.iter().map(|(_, then)| (*then).clone()).collect();
+        return Err(OlmoError::MappedToNothing { keys }.into());
     }
     let skipped = unknown.into_iter().map(|(now, _)| now.clone()).collect();
     let mut names: HashMap<&str, Vec<&str>> = HashMap::new();
@@ -55,9 +55,8 @@ pub(crate) async fn mapped(
         .filter(|now| stored.contains(now) && !names.contains_key(now))
         .collect();
     if !taken.is_empty() {
-        let fqns = taken.into_iter().map(ToOwned::to_owned).collect();
-        let problem = "gives parameters names that others in the checkpoint have";
-        return Err(PlanError::KeyMapping { fqns, problem }.into());
+        let keys = taken.into_iter().map(ToOwned::to_owned).collect();
+        return Err(OlmoError::MappedToTaken { keys }.into());
     }
     let lists = renamed_members(&reader, &metadata, &names).await?;
     let mut shown = Vec::with_capacity(metadata.len());

@@ -12,11 +12,12 @@ use std::sync::Arc;
 
 use dcp_core::metadata::Entry;
 use dcp_core::path::{PathItem, StatePath};
-use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, StorageReader, Value};
+use dcp_core::{CheckpointError, CheckpointMetadata, StorageReader, Value};
 use dcp_jobs::integrity::CheckedSource;
 use dcp_jobs::{JobError, JobOptions, Source};
 use indexmap::IndexMap;
 
+use crate::error::OlmoError;
 use crate::groups::{Setting, equal_groups, given_groups};
 use crate::rekeyed::{Origin, Rekeyed, Shown};
 use crate::roots::{GROUPS, MODEL, OPTIM, PARAMS, STATE};
@@ -263,9 +264,9 @@ fn refuse_senseless(
     members: &[(u64, Vec<Arc<str>>)],
     settings: &IndexMap<u64, Vec<(&[PathItem], usize)>>,
     metadata: &CheckpointMetadata,
-) -> Result<(), PlanError> {
-    let refused = |group: u64, problem: String| PlanError::InvalidOptimizer {
-        fqn: format!("{OPTIM}.{GROUPS}.{group}.{PARAMS}"),
+) -> Result<(), OlmoError> {
+    let refused = |group: u64, problem: String| OlmoError::Optimizer {
+        key: format!("{OPTIM}.{GROUPS}.{group}.{PARAMS}"),
         problem,
     };
     let entries = u64::try_from(metadata.len()).unwrap_or(u64::MAX);
@@ -305,9 +306,9 @@ fn is_params(rest: &[PathItem]) -> bool {
     matches!(rest, [PathItem::Key(field)] if &**field == PARAMS)
 }
 
-fn strange(fqn: &str, layout: OptimizerLayout) -> PlanError {
+fn strange(fqn: &str, layout: OptimizerLayout) -> OlmoError {
     let problem = format!("it is not a key of an optimizer of the {layout} layout");
-    PlanError::InvalidOptimizer { fqn: fqn.to_owned(), problem }
+    OlmoError::Optimizer { key: fqn.to_owned(), problem }
 }
 
 /// The parameters of every group of a nested optimizer, in the order of the groups.
@@ -347,9 +348,9 @@ pub(crate) fn names(value: &Value) -> Option<Vec<Arc<str>>> {
     items.iter().map(|item| item.as_str().map(Arc::from)).collect()
 }
 
-fn not_names(fqn: String, value: &Value) -> PlanError {
+fn not_names(fqn: String, value: &Value) -> OlmoError {
     let problem = format!("it should be a list of parameters by name, and is a {}", value.kind());
-    PlanError::InvalidOptimizer { fqn, problem }
+    OlmoError::Optimizer { key: fqn, problem }
 }
 
 async fn nested(
@@ -416,7 +417,7 @@ async fn setting_values(
             && tensor.byte_len().is_none_or(|len| len > SETTING_BYTES_MAX)
         {
             let problem = "a setting of an optimizer is a large tensor".to_owned();
-            return Err(PlanError::InvalidOptimizer { fqn: fqn.to_string(), problem }.into());
+            return Err(OlmoError::Optimizer { key: fqn.to_string(), problem }.into());
         }
     }
     let values = read_values(reader, metadata, &entries).await?;

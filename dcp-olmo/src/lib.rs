@@ -8,6 +8,7 @@
 //! | `flatten_optimizer_state` | [`OptimizerLayout`]: either is read as the other |
 //! | `step{N}/` folders of a `Checkpointer` | [`RunDir`], [`StepDir`] |
 
+mod error;
 mod format;
 mod framework;
 mod groups;
@@ -24,6 +25,7 @@ mod unshard;
 mod value_hash;
 mod values;
 
+pub use error::OlmoError;
 pub use format::{OlmoFormat, OlmoNote, olmo_step};
 pub use framework::Olmo;
 pub use key_mapping::KeyMapping;

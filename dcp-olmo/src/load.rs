@@ -191,9 +191,7 @@ impl Adapted {
         let cast = Cast::new(reader, rule, CastOptions::default()).await;
         cast.map(|cast| Arc::new(cast) as Arc<dyn StorageReader>).map_err(|error| match error {
             JobError::Checkpoint(error) => error,
-            other => {
-                PlanError::NotCastable { fqn: "cast".to_owned(), problem: other.to_string() }.into()
-            }
+            other => PlanError::plugin(other).into(),
         })
     }
 }

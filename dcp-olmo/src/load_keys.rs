@@ -135,7 +135,7 @@ async fn read(
 ) -> Result<Value, CheckpointError> {
     let one = async |entry: usize| -> Result<Value, CheckpointError> {
         let mut values = read_values(reader, metadata, &[entry]).await?;
-        let unread = || PlanError::Unread { fqn: key.to_owned(), part: "the value".to_owned() };
+        let unread = || PlanError::unread(key, "the value");
         values.pop().ok_or_else(|| unread().into())
     };
     match found {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::error::StateProblem;
 use dcp_core::metadata::{Encoding, Entry, Layout, ObjectEntry, Placement};
 use dcp_core::path::StatePath;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
@@ -73,7 +74,7 @@ impl Rekeyed {
                 _ => {}
             }
             if metadata.insert(Arc::clone(&fqn), entry) != origins.len() {
-                return Err(PlanError::DuplicateFqn { fqn: fqn.to_string() }.into());
+                return Err(StateProblem::Duplicate.of(fqn.to_string()).into());
             }
             origins.push(origin);
         }
@@ -134,7 +135,7 @@ fn missing(fqn: &str) -> CheckpointError {
 }
 
 fn no_entry(entry: u32) -> CheckpointError {
-    PlanError::NoEntry { entry: entry.into(), chunk: None }.into()
+    PlanError::no_entry(entry.into(), None).into()
 }
 
 /// Gives a sink the items that it requested; those of the inner plan are numbered by their leaf.

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use dcp_core::value::Dict;
-use dcp_core::{PlanError, StateDict, Value};
+use dcp_core::{StateDict, Value};
 
+use crate::error::OlmoError;
 use crate::layout::{OptimizerLayout, names};
 use crate::roots::{GROUPS, MODEL, OPTIM, PARAMS, STATE};
 
-fn bad(what: &str, problem: &str) -> PlanError {
-    PlanError::InvalidOptimizer { fqn: format!("optim.{what}"), problem: problem.to_owned() }
+fn bad(what: &str, problem: &str) -> OlmoError {
+    OlmoError::Optimizer { key: format!("optim.{what}"), problem: problem.to_owned() }
 }
 
 impl OptimizerLayout {
@@ -36,7 +37,7 @@ impl OptimizerLayout {
 /// # Errors
 ///
 /// When it is not of that form.
-pub fn flatten_optim(optim: &StateDict) -> Result<StateDict, PlanError> {
+pub fn flatten_optim(optim: &StateDict) -> Result<StateDict, OlmoError> {
     let mut flat = StateDict::new();
     if let Some(state) = optim.get(STATE) {
         let state = state.as_dict().ok_or_else(|| bad(STATE, "it is not a dict"))?;
@@ -60,7 +61,7 @@ pub fn flatten_optim(optim: &StateDict) -> Result<StateDict, PlanError> {
     Ok(flat)
 }
 
-fn text<'v>(key: &'v Value, what: &str) -> Result<&'v str, PlanError> {
+fn text<'v>(key: &'v Value, what: &str) -> Result<&'v str, OlmoError> {
     key.as_str().ok_or_else(|| bad(what, "it has keys that are not text; use names of parameters"))
 }
 
@@ -69,7 +70,7 @@ type Group<'s> = (Vec<Arc<str>>, Vec<(&'s str, &'s Value)>);
 /// The groups of a nested state dict: their parameters and settings.
 fn groups(
     optim: &StateDict,
-) -> Result<impl Iterator<Item = Result<Group<'_>, PlanError>>, PlanError> {
+) -> Result<impl Iterator<Item = Result<Group<'_>, OlmoError>>, OlmoError> {
     let groups = match optim.get(GROUPS) {
         None => &[][..],
         Some(Value::List(groups)) => groups,
@@ -86,7 +87,7 @@ fn groups(
 }
 
 /// The parameters of every group of a nested state dict.
-pub(crate) fn wanted_groups(optim: &StateDict) -> Result<Vec<Vec<Arc<str>>>, PlanError> {
+pub(crate) fn wanted_groups(optim: &StateDict) -> Result<Vec<Vec<Arc<str>>>, OlmoError> {
     groups(optim)?.map(|group| Ok(group?.0)).collect()
 }
 

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use dcp_core::error::StateProblem;
 use dcp_core::path::{PathItem, StatePath};
 use dcp_core::plan::{LeafKind, StateIndex, StateLeaf};
 use dcp_core::value::python_str;
@@ -46,16 +47,16 @@ pub struct FlatEntry<'a> {
 ///
 /// # Errors
 ///
-/// [`PlanError::DuplicateFqn`] when two leaves get the same name, and
-/// [`PlanError::UnnamedKey`] for keys that have no text of their own, and
-/// [`PlanError::TooDeep`] for containers nested more than 512 deep.
+/// [`StateProblem::Duplicate`] when two leaves get the same name, and
+/// [`StateProblem::UnnamedKey`] for keys that have no text of their own, and
+/// [`StateProblem::TooDeep`] for containers nested more than 512 deep.
 pub fn flatten(state: &StateDict, rule: FlattenRule) -> Result<Vec<FlatEntry<'_>>, PlanError> {
     let mut walk = Walk { rule, path: Vec::new(), leaves: Vec::new() };
     walk.run(state)?;
     let mut seen = HashSet::with_capacity(walk.leaves.len());
     for leaf in &walk.leaves {
         if !seen.insert(&*leaf.fqn) {
-            return Err(PlanError::DuplicateFqn { fqn: leaf.fqn.to_string() });
+            return Err(StateProblem::Duplicate.of(leaf.fqn.to_string()));
         }
     }
     drop(seen);
@@ -195,9 +196,8 @@ impl<'a> Walk<'a> {
     }
 
     fn step(&self, key: &Value) -> Result<PathItem, PlanError> {
-        let text = python_str(key).ok_or_else(|| PlanError::UnnamedKey {
-            parent: self.shown_path(),
-            kind: key.kind().to_owned(),
+        let text = python_str(key).ok_or_else(|| {
+            StateProblem::UnnamedKey { kind: key.kind().to_owned() }.of(self.shown_path())
         })?;
         Ok(PathItem::Key(text.into()))
     }
@@ -219,7 +219,7 @@ impl<'a> Walk<'a> {
     }
 
     fn too_deep(&self) -> PlanError {
-        PlanError::TooDeep { fqn: self.shown_path(), limit: MAX_DEPTH }
+        StateProblem::TooDeep { limit: MAX_DEPTH }.of(self.shown_path())
     }
 
     /// The first steps of the path: the name of something nested too deep would fill the screen.

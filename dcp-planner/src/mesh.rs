@@ -127,7 +127,7 @@ impl DeviceMesh {
 ///
 /// # Errors
 ///
-/// [`PlanError::InvalidPlacement`] when mesh, coordinate, placements and shape do not fit together.
+/// [`PlanError::Placement`] when mesh, coordinate, placements and shape do not fit together.
 pub fn local_regions(
     shape: &[u64],
     mesh: &DeviceMesh,
@@ -213,7 +213,7 @@ pub fn longest_axis(shape: &[u64]) -> Option<usize> {
 }
 
 fn invalid(problem: &str) -> PlanError {
-    PlanError::InvalidPlacement { problem: problem.to_owned() }
+    PlanError::Placement { problem: problem.to_owned() }
 }
 
 fn check(

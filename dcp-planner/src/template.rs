@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dcp_core::dims::checked_volume;
-use dcp_core::error::TensorError;
+use dcp_core::error::{ChunksProblem, StateProblem, TensorError};
 use dcp_core::metadata::{Entry, Layout, TensorEntry};
 use dcp_core::path::{PathItem, StatePath};
 use dcp_core::plan::{LeafKind, StateIndex, StateLeaf};
@@ -54,7 +54,7 @@ impl Template {
     ///
     /// # Errors
     ///
-    /// [`PlanError::Uncovered`] for a tensor of which fewer bytes are stored than it claims to
+    /// [`ChunksProblem::Uncovered`] for a tensor of which fewer bytes are stored than it claims to
     /// have, so that no memory is claimed for data that does not exist.
     pub fn whole(metadata: &CheckpointMetadata, filter: &KeyFilter) -> Result<Self, PlanError> {
         Self::whole_within(metadata, filter, 0)
@@ -118,7 +118,7 @@ impl Template {
                     Value::Tensor(zeros(tensor)?)
                 }
                 Entry::Object(_) => Value::None,
-                _ => return Err(PlanError::UnknownKind { fqn: fqn.to_string() }),
+                _ => return Err(StateProblem::UnknownKind.of(fqn.to_string())),
             };
             leaves.push(TemplateLeaf { fqn: Arc::clone(fqn), path: entry.path().cloned(), value });
         }
@@ -205,7 +205,7 @@ fn check_claim(
         found.saturating_add(volume.min(stored))
     });
     if found < expected {
-        return Err(PlanError::Uncovered { fqn: fqn.to_owned(), expected, found });
+        return Err(ChunksProblem::Uncovered { expected, found }.of(fqn));
     }
     Ok(())
 }

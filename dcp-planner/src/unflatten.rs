@@ -1,5 +1,6 @@
 //! Flat leaves back into a nested state dict: PyTorch's `set_element` (unchanged since 2.0).
 
+use dcp_core::error::StateProblem;
 use dcp_core::path::PathItem;
 use dcp_core::value::{Dict, python_str};
 use dcp_core::{PlanError, StateDict, Value};
@@ -18,9 +19,9 @@ const MAX_PADDING: u64 = 65_536;
 ///
 /// # Errors
 ///
-/// [`PlanError::PathConflict`] when a path is empty, leads through a leaf, meets another leaf's
+/// [`StateProblem::PathConflict`] when a path is empty, leads through a leaf, meets another leaf's
 /// place, treats a dict as a list or the reverse, or calls for lists that are mostly gaps;
-/// [`PlanError::TooDeep`] when it is longer than 512 steps.
+/// [`StateProblem::TooDeep`] when it is longer than 512 steps.
 pub fn unflatten<P: AsRef<[PathItem]>>(
     leaves: impl IntoIterator<Item = (P, Value)>,
 ) -> Result<StateDict, PlanError> {
@@ -79,7 +80,7 @@ fn slot<'a>(
 ) -> Result<Slot<'a>, PlanError> {
     if path.len() > MAX_DEPTH {
         let fqn = PathItem::flat_name(path.get(..16).unwrap_or_default());
-        return Err(PlanError::TooDeep { fqn, limit: MAX_DEPTH });
+        return Err(StateProblem::TooDeep { limit: MAX_DEPTH }.of(fqn));
     }
     let Some((PathItem::Key(first), steps)) = path.split_first() else {
         return Err(refuse(path, "its path does not begin with a key"));
@@ -144,7 +145,7 @@ fn element<'a>(items: &'a mut Vec<Value>, index: u64, padding: &mut u64) -> Opti
 }
 
 fn refuse(path: &[PathItem], problem: &str) -> PlanError {
-    PlanError::PathConflict { fqn: PathItem::flat_name(path), problem: problem.to_owned() }
+    StateProblem::PathConflict { problem: problem.to_owned() }.of(PathItem::flat_name(path))
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 //! is reported, no layout takes quadratic time, and empty chunks never overlap anything.
 
 use dcp_core::dims::checked_volume;
+use dcp_core::error::ChunksProblem;
 use dcp_core::metadata::{ChunkRef, ChunkTable, Entry, Layout, TensorEntry};
 use dcp_core::overlap::find_overlap;
 use dcp_core::{CheckpointMetadata, Dims, PlanError, Rank};
@@ -95,11 +96,7 @@ pub(crate) fn check_chunks(
         return;
     };
     if chunks.ndim() != shape.ndim() {
-        errors.push(PlanError::AxisCount {
-            fqn: fqn.to_owned(),
-            expected: shape.ndim(),
-            found: chunks.ndim(),
-        });
+        errors.push(ChunksProblem::Axes { expected: shape.ndim(), found: chunks.ndim() }.of(fqn));
         return;
     }
     let mut inside: Vec<(&[u64], &[u64])> = Vec::with_capacity(chunks.len());
@@ -108,12 +105,14 @@ pub(crate) fn check_chunks(
     for (index, chunk) in chunks.iter().enumerate() {
         if !fits(chunk, shape) {
             if outside < MAX_OUTSIDE {
-                errors.push(PlanError::OutOfBounds {
-                    fqn: fqn.to_owned(),
-                    shape: shape.to_string(),
-                    chunk: shown(chunk),
-                    rank: rank(index),
-                });
+                errors.push(
+                    ChunksProblem::Outside {
+                        region: shown(chunk),
+                        bounds: format!("shape {shape}"),
+                        rank: rank(index),
+                    }
+                    .of(fqn),
+                );
             }
             outside += 1;
             continue;
@@ -125,20 +124,21 @@ pub(crate) fn check_chunks(
         Ok(None) => {}
         Ok(Some((first, second))) => {
             let shown = |(offsets, sizes)| shown(ChunkRef { offsets, sizes, placement: None });
-            errors.push(PlanError::Overlap {
-                fqn: fqn.to_owned(),
-                first: shown(inside[first.min(second)]),
-                second: shown(inside[first.max(second)]),
-            });
+            errors.push(
+                ChunksProblem::Overlap {
+                    first: shown(inside[first.min(second)]),
+                    second: shown(inside[first.max(second)]),
+                }
+                .of(fqn),
+            );
         }
-        Err(_) => errors.push(PlanError::TooIrregular { fqn: fqn.to_owned() }),
+        Err(_) => errors.push(ChunksProblem::TooIrregular.of(fqn)),
     }
     if whole && outside == 0 && volume != u128::from(expected) {
-        errors.push(PlanError::Uncovered {
-            fqn: fqn.to_owned(),
-            expected,
-            found: u64::try_from(volume).unwrap_or(u64::MAX),
-        });
+        errors.push(
+            ChunksProblem::Uncovered { expected, found: u64::try_from(volume).unwrap_or(u64::MAX) }
+                .of(fqn),
+        );
     }
 }
 
@@ -156,5 +156,5 @@ pub(crate) fn shown(chunk: ChunkRef<'_>) -> String {
 }
 
 pub(crate) fn invalid_index(fqn: &str, problem: &str) -> PlanError {
-    PlanError::InvalidIndex { fqn: fqn.to_owned(), problem: problem.to_owned() }
+    PlanError::Index { fqn: fqn.to_owned(), problem: problem.to_owned() }
 }

@@ -2,7 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use dcp_core::{DType, PlanError, Region, Shard};
+use dcp_core::error::StateProblem;
+use dcp_core::{DType, Region, Shard};
 use dcp_planner::mesh::{DeviceMesh, MeshLayout, TensorPlacement, local_regions};
 
 fn region(offsets: &[u64], sizes: &[u64]) -> Region {
@@ -43,7 +44,7 @@ fn a_partial_placement_is_refused_by_name() {
     let placements = [TensorPlacement::Shard(0), TensorPlacement::Partial];
     let layout = MeshLayout::new(mesh, placements);
     let error = layout.zeros("grad.w", DType::Float32, [4], 0).unwrap_err();
-    assert_eq!(error, PlanError::Partial { fqn: "grad.w".to_owned() });
+    assert_eq!(error, StateProblem::PartialSum.of("grad.w"));
     assert!(error.to_string().contains("\"grad.w\""), "{error}");
 }
 

@@ -6,6 +6,7 @@ mod support;
 
 use std::sync::Arc;
 
+use dcp_core::error::{ChunksProblem, PlanSubject, RanksProblem, StateProblem};
 use dcp_core::metadata::{Encoding, Entry, Layout, ObjectEntry, Placement, TensorEntry};
 use dcp_core::path::{PathItem, StatePath};
 use dcp_core::plan::{GlobalPlan, LeafKind, PlanContext, PlanKey, SavePlan, TensorSpec};
@@ -88,8 +89,13 @@ fn t08_ranks_that_contradict_each_other_are_named() {
         let leaves =
             kinds.map(|kind| dcp_core::plan::StateLeaf { fqn: "w".into(), path: None, kind });
         match merge(leaves) {
-            Err(PlanError::Disagreement { fqn, left_rank: 0, right_rank: 2, .. }) => {
-                assert_eq!(fqn, "w");
+            Err(PlanError::Ranks(RanksProblem::Disagreement {
+                subject,
+                left_rank: 0,
+                right_rank: 2,
+                ..
+            })) => {
+                assert_eq!(subject, PlanSubject::Entry("w".to_owned()));
             }
             other => panic!("{other:?}"),
         }
@@ -101,7 +107,8 @@ fn t08_chunks_at_one_place_of_different_sizes_are_refused() {
     let chunk = |sizes: &[u64]| tensor("w", &[4, 4], true, vec![region(&[0, 0], sizes)]);
     let rest = tensor("w", &[4, 4], true, vec![region(&[2, 0], &[2, 4])]);
     let error = merge([chunk(&[2, 4]), rest.clone(), chunk(&[1, 4])]).unwrap_err();
-    let PlanError::Disagreement { left_rank: 0, right_rank: 2, .. } = &error else {
+    let PlanError::Ranks(RanksProblem::Disagreement { left_rank: 0, right_rank: 2, .. }) = &error
+    else {
         panic!("{error}")
     };
     assert!(error.to_string().contains("[0:2, 0:4]"), "{error}");
@@ -126,9 +133,11 @@ fn every_problem_of_a_save_is_reported() {
     let error = planner.global_plan(&[rank(chunk, 0), rank(chunk, 1)]).unwrap_err();
     let PlanError::Many(errors) = error else { panic!("{error}") };
     assert!(
-        matches!(&errors[0], PlanError::Uncovered { fqn, expected: 8, found: 6 } if fqn == "gap")
+        matches!(&errors[0], PlanError::Chunks { fqn, problem: ChunksProblem::Uncovered { expected: 8, found: 6 } } if fqn == "gap")
     );
-    assert!(matches!(&errors[1], PlanError::Overlap { fqn, .. } if fqn == "twice"));
+    assert!(
+        matches!(&errors[1], PlanError::Chunks { fqn, problem: ChunksProblem::Overlap { .. } } if fqn == "twice")
+    );
 }
 
 #[test]
@@ -208,7 +217,10 @@ fn overlapping_stored_chunks_never_fill_an_element_twice() {
         |metadata: &CheckpointMetadata| planner.local_plan(&wanted, metadata, &PlanContext::solo());
     // An overlap that a gap makes up for in numbers.
     let metadata = stored(&[8], &[region(&[0], &[4]), region(&[2], &[4])]);
-    assert!(matches!(plan(&metadata), Err(PlanError::Overlap { .. })));
+    assert!(matches!(
+        plan(&metadata),
+        Err(PlanError::Chunks { problem: ChunksProblem::Overlap { .. }, .. })
+    ));
     // The same chunk twice, as merged metadata of single ranks has it.
     let twice = [region(&[0], &[8]), region(&[0], &[8])];
     let (plan, report) = plan(&stored(&[8], &twice)).unwrap();
@@ -252,7 +264,7 @@ fn t17_numbers_as_keys_clash_only_with_their_own_text() {
     assert_eq!(names, ["state.0", "state.True"]);
     let clash = inner([1.into(), "1".into()]);
     let error = flatten(&clash, FlattenRule::Torch24).unwrap_err();
-    assert_eq!(error, PlanError::DuplicateFqn { fqn: "state.1".into() });
+    assert_eq!(error, StateProblem::Duplicate.of("state.1"));
 }
 
 #[test]
@@ -261,7 +273,7 @@ fn templates_claim_no_memory_for_what_is_not_stored() {
     let metadata = stored(&huge, &[region(&[0], &[16])]);
     assert!(matches!(
         Template::whole(&metadata, &KeyFilter::all()),
-        Err(PlanError::Uncovered { found: 16, .. })
+        Err(PlanError::Chunks { problem: ChunksProblem::Uncovered { found: 16, .. }, .. })
     ));
     // A chunk that claims to be huge, in a file of few bytes.
     let mut metadata = stored(&huge, &[region(&[0], &huge)]);
@@ -331,7 +343,10 @@ fn f08_empty_shards_are_one_chunk_and_chunks_are_in_rank_order() {
         merge([tensor("w", &[0], true, vec![]), tensor("w", &[0], true, vec![])]).unwrap();
     assert!(nothing.metadata.get("w").unwrap().as_tensor().unwrap().chunks.is_empty());
     let held_by_nobody = merge([tensor("w", &[1], true, vec![]), tensor("w", &[1], true, vec![])]);
-    assert!(matches!(held_by_nobody, Err(PlanError::Uncovered { .. })));
+    assert!(matches!(
+        held_by_nobody,
+        Err(PlanError::Chunks { problem: ChunksProblem::Uncovered { .. }, .. })
+    ));
 }
 
 #[test]
@@ -348,7 +363,7 @@ fn f09_paths_tell_dotted_names_apart() {
     let both = StateDict::from([("a", Dict::from([("b.c", 1)])), ("a.b", Dict::from([("c", 2)]))]);
     assert!(matches!(
         flatten(&both, FlattenRule::Torch24),
-        Err(PlanError::DuplicateFqn { fqn }) if fqn == "a.b.c"
+        Err(PlanError::State { fqn, problem: StateProblem::Duplicate }) if fqn == "a.b.c"
     ));
 }
 
@@ -426,7 +441,10 @@ fn hostile_depth_is_refused() {
     }
     for rule in [FlattenRule::Torch24, FlattenRule::Torch20] {
         let state = StateDict::from([("x", value.clone())]);
-        assert!(matches!(flatten(&state, rule), Err(PlanError::TooDeep { limit: 512, .. })));
+        assert!(matches!(
+            flatten(&state, rule),
+            Err(PlanError::State { problem: StateProblem::TooDeep { limit: 512, .. }, .. })
+        ));
     }
     let mut value = Value::Dict(Dict::from([("w", 1)]));
     for _ in 0..600 {

@@ -223,7 +223,7 @@ fn validation_agrees() {
         let errors = dcp_planner::validate_metadata(&metadata);
         let kinds = |errors: &[String]| {
             let has = |word: &str| errors.iter().any(|error| error.contains(word));
-            (has("overlapping"), has("out of bounds") || has("is at"))
+            (has("overlapping"), has("out of bounds") || has("is outside of"))
         };
         let errors: Vec<_> = errors.iter().map(ToString::to_string).collect();
         let theirs: Vec<_> =

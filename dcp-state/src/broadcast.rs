@@ -161,9 +161,11 @@ async fn announce(full: &StateDict) -> Result<Bytes, CheckpointError> {
 }
 
 fn read_header(header: &[u8]) -> Result<Vec<(String, Announced)>, CheckpointError> {
-    let bad = || PlanError::Message {
-        message: "the keys of rank 0".to_owned(),
-        problem: "an entry is neither a name and a tensor nor a name and a value".to_owned(),
+    let bad = || {
+        PlanError::message(
+            "the keys of rank 0",
+            "an entry is neither a name and a tensor nor a name and a value",
+        )
     };
     let Value::List(entries) = Value::from_wire(header)? else { return Err(bad().into()) };
     let entries = entries.into_iter().map(|entry| {

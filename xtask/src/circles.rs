@@ -35,6 +35,24 @@ fn named(source: &str) -> BTreeSet<String> {
     names
 }
 
+/// What the root of a crate exports of its modules: each name with its module. Behind `crate::`, such a
+/// name is a use of that module.
+fn exported(root: &str) -> BTreeMap<String, String> {
+    let code: Vec<&str> =
+        lines_before_tests(root).map(|line| line.split("//").next().unwrap_or(line)).collect();
+    let code = code.join("\n");
+    let uses = code.split(';').filter_map(|item| item.rsplit_once("use ")?.1.split_once("::"));
+    let mut exported = BTreeMap::new();
+    for (module, names) in uses {
+        let paths = names.split(['{', '}', ',']).map(str::trim);
+        for path in paths.filter(|path| !path.is_empty() && !path.ends_with("::")) {
+            let name = path.rsplit([' ', ':']).next().unwrap_or(path);
+            exported.entry(name.to_owned()).or_insert_with(|| module.to_owned());
+        }
+    }
+    exported
+}
+
 fn word(text: &str) -> String {
     text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
 }
@@ -67,7 +85,13 @@ fn crates() -> BTreeMap<String, Uses> {
         let uses = crates.entry(name.to_owned()).or_default();
         uses.entry(module.to_owned()).or_default().extend(named(&code.join("\n")));
     }
-    for uses in crates.values_mut() {
+    for (name, uses) in &mut crates {
+        let root = Path::new(name).join("src/lib.rs");
+        let root = sources.iter().find(|(file, _)| *file == root).map_or("", |(_, root)| root);
+        let exported = exported(root);
+        for named in uses.values_mut() {
+            *named = named.iter().map(|name| exported.get(name).unwrap_or(name).clone()).collect();
+        }
         let modules: BTreeSet<String> = uses.keys().cloned().collect();
         for (module, named) in uses.iter_mut() {
             named.retain(|name| name != module && modules.contains(name));
@@ -116,6 +140,10 @@ fn modules_need_each_other_in_no_circle() {
 fn circles_are_found_through_lists() {
     let source = "use crate::{a::{X, y}, b, self};\nfn f() { crate::c::g() }";
     assert_eq!(named(source), ["a", "b", "c", "self"].map(String::from).into());
+    let root = "pub use a::{b, c::{D, E as F}};\npub(crate) use g::h;";
+    let modules = [("D", "a"), ("F", "a"), ("b", "a"), ("h", "g")];
+    let modules = modules.map(|(name, module)| (name.to_owned(), module.to_owned()));
+    assert_eq!(exported(root), modules.into());
     let uses = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
     let modules =
         [("a", uses(&["b"])), ("b", uses(&["c"])), ("c", uses(&["a"])), ("d", uses(&["a"]))];

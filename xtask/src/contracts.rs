@@ -7,14 +7,14 @@ use crate::tidy::{lines_before_tests, rust_sources};
 /// Files of the traits that plug-ins implement.
 const CONTRACTS: &[&str] = &[
     "dcp-collectives-nccl/src/link.rs",
-    "dcp-core/src/checkpoint.rs",
-    "dcp-core/src/collective.rs",
-    "dcp-core/src/device.rs",
+    "dcp-core/src/protocol/checkpoint.rs",
+    "dcp-core/src/protocol/collective.rs",
+    "dcp-core/src/tensors/device.rs",
     "dcp-core/src/format/audit.rs",
     "dcp-core/src/format/mod.rs",
     "dcp-core/src/format/target.rs",
-    "dcp-core/src/plan.rs",
-    "dcp-core/src/storage.rs",
+    "dcp-core/src/plans/plan.rs",
+    "dcp-core/src/storages/storage.rs",
     "dcp-cuda/src/device.rs",
     "dcp-megatron/src/open/strategy.rs",
 ];
@@ -24,8 +24,11 @@ const EXTENSIONS: &[&str] = &["StorageExt"];
 
 /// The modules with unsafe code, each a leaf with its proof: memory that is lent, and the calls of
 /// NVIDIA's driver and of NCCL.
-const UNSAFE: &[&str] =
-    &["dcp-collectives-nccl/src/nccl.rs", "dcp-core/src/memory.rs", "dcp-cuda/src/driver.rs"];
+const UNSAFE: &[&str] = &[
+    "dcp-collectives-nccl/src/nccl.rs",
+    "dcp-core/src/tensors/memory.rs",
+    "dcp-cuda/src/driver.rs",
+];
 
 /// The one module of `dcp-jobs` that writes to a storage: each of its steps consumes the proof
 /// that what was read is undamaged.

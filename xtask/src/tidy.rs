@@ -17,7 +17,8 @@ const CRATE_MAPS: &[(&str, bool)] =
 
 /// The lines in front of the test module, which is the last thing of a file here.
 pub(crate) fn lines_before_tests(source: &str) -> std::str::Lines<'_> {
-    let end = source.find("\n#[cfg(test)]\nmod tests {").unwrap_or(source.len());
+    let starts = ["\n#[cfg(test)]\nmod tests {", "\n#[cfg(test)]\npub(crate) mod tests {"];
+    let end = starts.iter().filter_map(|start| source.find(start)).min().unwrap_or(source.len());
     source[..end].lines()
 }
 

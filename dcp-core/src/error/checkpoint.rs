@@ -6,10 +6,10 @@ use super::kind::{kind_of_group, kind_of_plan};
 use super::{
     CollectiveError, FailureKind, FormatError, PlanError, StorageError, TensorError, error_chain,
 };
-use crate::device::DeviceError;
-use crate::memory::LoanError;
-use crate::rank::Rank;
-use crate::region::RegionError;
+use crate::names::rank::Rank;
+use crate::tensors::device::DeviceError;
+use crate::tensors::memory::LoanError;
+use crate::tensors::region::RegionError;
 use crate::text::{Message, Quoted};
 
 /// The step of a save or load in which something failed.

@@ -1,6 +1,6 @@
 //! Errors of a group whose ranks lose each other.
 
-use crate::rank::Rank;
+use crate::names::rank::Rank;
 
 /// Ranks cannot talk to each other.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -2,7 +2,10 @@
 
 use std::error::Error;
 
-use super::{CheckpointError, CollectiveError, FormatError, PlanError, StorageError, TensorError};
+use super::{
+    CheckpointError, CollectiveError, FormatError, PlanError, RanksProblem, StorageError,
+    TensorError,
+};
 use crate::error::StorageErrorKind;
 
 /// The kind of a failure, for a program to act on.
@@ -149,16 +152,19 @@ fn kind_of_tensor(error: &TensorError) -> FailureKind {
 
 pub(super) fn kind_of_plan(error: &PlanError) -> FailureKind {
     match error {
-        PlanError::OutOfMemory { .. } => FailureKind::OutOfMemory,
         PlanError::Tensor(error) => kind_of_tensor(error),
-        PlanError::Message { .. } | PlanError::OutOfStep { .. } => FailureKind::Protocol,
+        PlanError::Ranks(RanksProblem::Message { .. } | RanksProblem::OutOfStep { .. }) => {
+            FailureKind::Protocol
+        }
         PlanError::Missing { .. } => FailureKind::Mismatch,
-        PlanError::InvalidIndex { .. } => FailureKind::Damaged,
+        PlanError::Index { .. } => FailureKind::Damaged,
         // Plug-ins that break their contract: neither the state dict nor the planner is at fault.
-        PlanError::Unread { .. }
-        | PlanError::Unrequested { .. }
-        | PlanError::SourceLength { .. }
-        | PlanError::DestinationShape { .. } => FailureKind::Other,
+        PlanError::Data(_) => FailureKind::Other,
+        // Causes may say more than that a plug-in refused.
+        PlanError::Plugin(error) => match FailureKind::of(error.inner()) {
+            FailureKind::Other => FailureKind::InvalidPlan,
+            kind => kind,
+        },
         PlanError::Many(all) => all.first().map_or(FailureKind::InvalidPlan, kind_of_plan),
         _ => FailureKind::InvalidPlan,
     }

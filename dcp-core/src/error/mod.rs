@@ -6,16 +6,18 @@ mod format;
 mod kind;
 mod plan;
 mod storage;
-mod tensor;
 mod text;
 
+pub use crate::tensors::error::TensorError;
 pub use checkpoint::{CheckpointError, Phase, RankFailure, Standing};
 pub use collective::CollectiveError;
 pub use format::FormatError;
 pub use kind::FailureKind;
-pub use plan::PlanError;
+pub use plan::{
+    ChunksProblem, DataProblem, PlanError, PlanMaker, PlanProblem, PlanSubject, PlannerProblem,
+    PluginError, RanksProblem, StateProblem, WantedKind,
+};
 pub use storage::{StorageError, StorageErrorKind, StorageOp};
-pub use tensor::TensorError;
 
 type Source = Box<dyn std::error::Error + Send + Sync>;
 

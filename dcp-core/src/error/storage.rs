@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::Source;
-use crate::key::{InvalidKey, Key};
+use crate::names::key::{InvalidKey, Key};
 use crate::text::Message;
 
 /// The kind of a storage's failure, for callers to act on.

@@ -1,24 +1,12 @@
-//! Parts of the messages of [`PlanError`] and of [`TensorError`](super::TensorError).
+//! Parts of the messages of [`PlanError`].
 
 use super::PlanError;
-use crate::rank::Rank;
 use crate::text::Quoted;
-
-pub(super) fn named(fqn: &Option<String>) -> String {
-    fqn.as_ref().map_or_else(String::new, |fqn| format!(" {}", Quoted(fqn)))
-}
 
 pub(super) fn container(parent: &str) -> String {
     match parent {
         "" => "the state dict".to_owned(),
         parent => Quoted(parent).to_string(),
-    }
-}
-
-pub(super) fn main_replicas(first: Rank, second: Rank) -> String {
-    match first == second {
-        true => format!("rank {first} has it twice"),
-        false => format!("ranks {first} and {second} have it"),
     }
 }
 

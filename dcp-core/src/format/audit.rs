@@ -9,8 +9,8 @@ use async_trait::async_trait;
 
 use super::save_record::SaveRecord;
 use crate::error::CheckpointError;
-use crate::key::Key;
-use crate::metadata::CheckpointMetadata;
+use crate::names::key::Key;
+use crate::plans::metadata::CheckpointMetadata;
 
 /// The checks of a format that its [`StorageReader`](crate::StorageReader) does not make: stored
 /// checksums, bytes that no tensor covers, files that the index does not name.

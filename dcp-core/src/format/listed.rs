@@ -7,13 +7,13 @@ use async_trait::async_trait;
 
 use super::listing::Listing;
 use crate::error::{StorageError, StorageErrorKind, StorageOp};
-use crate::key::Key;
-use crate::payload::Payload;
-use crate::storage::{
+use crate::names::key::Key;
+use crate::storages::storage::{
     Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadInto, ReadOutcome,
     ReadRequest, Storage, Upload, UploadOptions, Version, WholeObject,
 };
-use crate::streams::{FilterMap, Known};
+use crate::storages::streams::{FilterMap, Known};
+use crate::tensors::payload::Payload;
 
 /// A storage to read, with the names and lengths of a [`Listing`]: a `stat` costs no request, and
 /// neither do small files that were read whole to recognize the folder. Where the listing may lack a

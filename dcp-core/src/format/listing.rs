@@ -8,8 +8,8 @@ use std::time::SystemTime;
 use bytes::Bytes;
 
 use crate::error::{StorageError, StorageErrorKind};
-use crate::key::Key;
-use crate::storage::{ObjectMeta, Storage, StorageExt};
+use crate::names::key::Key;
+use crate::storages::storage::{ObjectMeta, Storage, StorageExt};
 
 /// The files below a folder at one moment, with their lengths and ages, ordered by name.
 ///

@@ -22,7 +22,7 @@ use std::fmt;
 use async_trait::async_trait;
 
 use crate::error::{CheckpointError, StorageError};
-use crate::metadata::CheckpointMetadata;
+use crate::plans::metadata::CheckpointMetadata;
 
 pub use audit::{
     CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, IndexCallable, IndexFacts,

@@ -6,10 +6,10 @@ use super::opened::{OpenOptions, OpenedCheckpoint, Place};
 use super::recognized::{Evidence, RunSelection};
 use super::registry::FormatRegistry;
 use crate::error::{CheckpointError, StorageError};
-use crate::key::Key;
-use crate::location::{below_url, split_url};
-use crate::registry::{Access, StorageRegistry};
-use crate::storage::Storage;
+use crate::names::key::Key;
+use crate::storages::location::{below_url, split_url};
+use crate::storages::registry::{Access, StorageRegistry};
+use crate::storages::storage::Storage;
 use crate::text::{Quoted, without_secrets};
 
 /// Folders that are entered below the one that a URL names: that of a step in a run, and that of the

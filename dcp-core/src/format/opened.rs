@@ -9,11 +9,11 @@ use super::listed::ListedStorage;
 use super::listing::Listing;
 use super::subfolder::Subfolder;
 use super::wanted_keys::WantedKeys;
-use crate::checkpoint::StorageReader;
 use crate::error::StorageError;
-use crate::key::Key;
-use crate::metadata::CheckpointMetadata;
-use crate::storage::Storage;
+use crate::names::key::Key;
+use crate::plans::metadata::CheckpointMetadata;
+use crate::protocol::checkpoint::StorageReader;
+use crate::storages::storage::Storage;
 
 /// Options to open a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

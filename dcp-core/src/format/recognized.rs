@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::metadata::CheckpointMetadata;
+use crate::plans::metadata::CheckpointMetadata;
 
 /// The names of a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

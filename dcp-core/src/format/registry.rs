@@ -9,9 +9,9 @@ use super::recognized::{Evidence, FormatInfo, Recognized, RunSelection, Unfinish
 use super::subfolder::Subfolder;
 use super::target::{CheckpointTarget, Occupant};
 use crate::error::{CheckpointError, StorageError};
-use crate::key::Key;
-use crate::metadata::CheckpointMetadata;
-use crate::storage::{Storage, StorageExt};
+use crate::names::key::Key;
+use crate::plans::metadata::CheckpointMetadata;
+use crate::storages::storage::{Storage, StorageExt};
 
 /// The first bytes of a file, which show its format.
 const HEAD_BYTES: u64 = 64;

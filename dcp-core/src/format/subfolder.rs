@@ -6,13 +6,13 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use crate::error::StorageError;
-use crate::key::Key;
-use crate::payload::Payload;
-use crate::storage::{
+use crate::names::key::Key;
+use crate::storages::storage::{
     Claim, FolderEntry, FolderStream, Leftover, LeftoverAction, ObjectMeta, ObjectStream,
     PartFuture, PutMode, ReadOutcome, ReadRequest, Storage, Upload, UploadOptions, WholeObject,
 };
-use crate::streams::{FilterMap, Known};
+use crate::storages::streams::{FilterMap, Known};
+use crate::tensors::payload::Payload;
 
 /// The objects of `inner` below `folder`, under names relative to it.
 #[derive(Debug)]

@@ -4,10 +4,10 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::listing::Folder;
-use crate::checkpoint::StorageWriter;
 use crate::error::CheckpointError;
-use crate::metadata::CheckpointMetadata;
-use crate::storage::Storage;
+use crate::plans::metadata::CheckpointMetadata;
+use crate::protocol::checkpoint::StorageWriter;
+use crate::storages::storage::Storage;
 
 /// A format whose checkpoints can be written: folders, of which any number of ranks write files.
 ///

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::metadata::CheckpointMetadata;
+use crate::plans::metadata::CheckpointMetadata;
 
 /// Says of each key, by position, whether it is needed.
 type Choose = dyn Fn(&CheckpointMetadata) -> Vec<bool> + Send + Sync;
@@ -62,7 +62,7 @@ impl fmt::Debug for WantedKeys {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::metadata::{Entry, ObjectEntry};
+    use crate::plans::metadata::{Entry, ObjectEntry};
 
     fn keys(names: &[&str]) -> CheckpointMetadata {
         let mut keys = CheckpointMetadata::new();

@@ -102,5 +102,5 @@ impl Saver {
 
 fn refused(problem: &str) -> PlanError {
     let message = "the exported plans of a saver".to_owned();
-    PlanError::Message { message, problem: problem.to_owned() }
+    PlanError::message(message, problem)
 }

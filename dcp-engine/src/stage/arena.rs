@@ -2,7 +2,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use dcp_core::{CheckpointError, HostMemory, PlanError};
+use dcp_core::error::TensorError;
+use dcp_core::{CheckpointError, HostMemory};
 
 /// Unused arenas to keep: a trainer has one or two kinds of save.
 const KEPT: usize = 2;
@@ -24,7 +25,7 @@ pub(super) struct Lease {
 impl Arenas {
     /// An unused arena of about `len` bytes, or a new one.
     pub(super) fn take(self: &Arc<Self>, len: u64) -> Result<Lease, CheckpointError> {
-        let exhausted = || PlanError::OutOfMemory { what: "a staged copy".into(), byte_len: len };
+        let exhausted = || TensorError::OutOfMemory { what: "a staged copy".into(), byte_len: len };
         let len = usize::try_from(len).map_err(|_| exhausted())?;
         let fits = |memory: &HostMemory| {
             // A dropped save may have a write under way that still reads the memory.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use dcp_core::error::PlannerProblem;
 use dcp_core::metadata::{ChunkTable, Entry, TensorEntry};
 use dcp_core::plan::{GlobalPlan, PlanContext, PlanKey, SavePlan, StateIndex};
 use dcp_core::planner::SavePlanner;
@@ -157,7 +158,12 @@ fn a_planner_that_is_not_true_to_the_state_is_refused_before_a_byte_is_written()
         let saver = Saver::new().planner(Arc::new(Third { lie }));
         let saved = block_on(saver.save(&state(), &DcpWriter::new(Arc::clone(&storage))));
         let error = saved.expect_err(&format!("{lie:?}"));
-        let CheckpointError::Plan(PlanError::Untrue { planner, fqn, .. }) = &error else {
+        let CheckpointError::Plan(PlanError::Planner {
+            planner,
+            fqn,
+            problem: PlannerProblem::Untrue { .. },
+        }) = &error
+        else {
             panic!("{lie:?}: {error}")
         };
         assert_eq!(planner, "Third");
@@ -185,14 +191,13 @@ fn a_planner_that_loses_or_repeats_what_ranks_hold_is_refused_before_a_byte_is_w
         let saver = Saver::new().planner(Arc::new(Third { lie }));
         let saved = block_on(saver.save(&state(), &DcpWriter::new(Arc::clone(&storage))));
         let error = saved.expect_err(&format!("{lie:?}"));
-        let (planner, fqn, part) = match &error {
-            CheckpointError::Plan(PlanError::Lost { planner, fqn, part, .. }) => {
-                (planner, fqn, part)
-            }
-            CheckpointError::Plan(PlanError::Repeated { planner, fqn, second, .. }) => {
-                (planner, fqn, second)
-            }
-            _ => panic!("{lie:?}: {error}"),
+        let CheckpointError::Plan(PlanError::Planner { planner, fqn, problem }) = &error else {
+            panic!("{lie:?}: {error}")
+        };
+        let (PlannerProblem::Lost { part, .. } | PlannerProblem::Repeated { second: part, .. }) =
+            problem
+        else {
+            panic!("{lie:?}: {error}")
         };
         assert_eq!((&**planner, &**fqn, &**part), ("Third", key, region), "{lie:?}: {error}");
         let listed = futures_util::StreamExt::collect::<Vec<_>>(storage.list(None));

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 
+use dcp_core::error::{PlanMaker, PlanProblem};
 use dcp_core::metadata::{Encoding, Entry, FileId, Placement};
 use dcp_core::plan::{GlobalPlan, SavePlan, SelectedItem, WriteItem, WriteOrder, WritePlan};
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, Dims, Key, PlanError, StorageError};
@@ -23,8 +24,8 @@ pub(super) fn place(
     let GlobalPlan { metadata, selections, .. } = global;
     let (expected, found) = (locals.len(), selections.len());
     if expected != found {
-        let made_by = "the planner".to_owned();
-        return Err(PlanError::PlanCount { made_by, expected, found }.into());
+        let made_by = PlanMaker::Planner(None);
+        return Err(PlanError::Plan(PlanProblem::Count { made_by, expected, found }).into());
     }
     let encodings = compression.encodings();
     let mut lens = Lengths::default();
@@ -62,7 +63,7 @@ pub(super) fn place(
 
 fn item<'a>(local: &'a SavePlan, selected: &SelectedItem) -> Result<WriteItem<'a>, PlanError> {
     let (number, items) = (selected.item.into(), local.len() as u64);
-    local.item(selected.item as usize).ok_or(PlanError::NoItem { item: number, items })
+    local.item(selected.item as usize).ok_or(PlanError::no_item(number, items))
 }
 
 /// Records an item's placement in the metadata, whose file ids are its own.
@@ -85,10 +86,7 @@ fn record(
             object.placement = Some(placement);
             Ok(())
         }
-        _ => Err(PlanError::NoEntry {
-            entry: selected.entry.into(),
-            chunk: Some(selected.chunk.into()),
-        }),
+        _ => Err(PlanError::no_entry(selected.entry.into(), Some(selected.chunk.into()))),
     }
 }
 

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use dcp_core::checkpoint::DataSource;
+use dcp_core::error::{PlanProblem, StateProblem};
 use dcp_core::plan::{SavePlan, WritePlan};
 use dcp_core::{CheckpointError, DType, FormatError, Key, PlanError, Storage};
 
@@ -22,7 +23,7 @@ use crate::upload::{
 pub(super) fn encoded_len(fqn: &str, dtype: DType, sizes: &[u64]) -> Result<u64, CheckpointError> {
     if dtype.is_quantized() {
         let problem = format!("{dtype} needs a scale, which the state dict has no place for");
-        return Err(PlanError::NotStorable { fqn: fqn.to_owned(), problem }.into());
+        return Err(StateProblem::NotStorable { problem }.of(fqn).into());
     }
     Ok(archive(dtype, sizes)?.byte_len())
 }
@@ -135,10 +136,10 @@ impl FileJob {
             let index = order.item as usize;
             let items = local.len() as u64;
             let item = local.item(index);
-            let item = item.ok_or(PlanError::NoItem { item: index as u64, items })?;
+            let item = item.ok_or(PlanError::no_item(index as u64, items))?;
             let misplaced = |problem: String| {
                 let fqn = item.key.fqn.to_string();
-                CheckpointError::from(PlanError::Misplaced { fqn, problem })
+                CheckpointError::from(PlanError::Plan(PlanProblem::Misplaced { fqn, problem }))
             };
             let (byte_len, tensor) = match &item.key.tensor {
                 None => (item.byte_len, None),

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::{DataSource, SaveSession, WriteReport};
-use dcp_core::error::StorageOp;
+use dcp_core::error::{PlanProblem, StorageOp};
 use dcp_core::format;
 use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
 use dcp_core::storage::{PutMode, StorageExt as _};
@@ -323,7 +323,7 @@ impl StorageWriter for DcpWriter {
 
     fn renamed(&self, file: &Key, generation: u64) -> Result<Key, CheckpointError> {
         names::renamed(file, generation)
-            .ok_or_else(|| PlanError::FileName { file: file.to_string() }.into())
+            .ok_or_else(|| PlanError::Plan(PlanProblem::FileName { file: file.to_string() }).into())
     }
 
     async fn write(

@@ -103,7 +103,7 @@ impl DataSource for StoredTensors {
         let tensor = self
             .tensors
             .get(item)
-            .ok_or(PlanError::NoItem { item: item as u64, items: self.tensors.len() as u64 })?;
+            .ok_or(PlanError::no_item(item as u64, self.tensors.len() as u64))?;
         let len = byte_range.end.saturating_sub(byte_range.start);
         let mut segment = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
         let mut filled = 0_u64;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::{DataSource, SaveSession, WriteReport};
-use dcp_core::error::StorageOp;
+use dcp_core::error::{PlanProblem, StateProblem, StorageOp};
 use dcp_core::metadata::{Encoding, Entry, FileId, Layout, Placement};
 use dcp_core::plan::{GlobalPlan, SavePlan, SelectedItem, WriteOrder, WritePlan};
 use dcp_core::storage::{PutMode, StorageExt as _};
@@ -114,7 +114,7 @@ impl HfRankWriter {
             if !encoded.iter().map(|place| (place.byte_offset, place.byte_len)).eq(places) {
                 let problem = format!("the header of {key:?} has its tensors at other places");
                 let fqn = plan.parts.first().map_or_else(String::new, |part| part.fqn.to_string());
-                return Err(PlanError::Misplaced { fqn, problem }.into());
+                return Err(PlanError::Plan(PlanProblem::Misplaced { fqn, problem }).into());
             }
             files.push(ShardFile { key: key.clone(), plan, items });
         }
@@ -194,7 +194,7 @@ impl HfRankWriterBuilder {
 impl StorageWriter for HfRankWriter {
     fn encode_object(&self, fqn: &str, _: &Value) -> Result<Bytes, CheckpointError> {
         let problem = "files of safetensors have tensors only; save it in another checkpoint";
-        Err(PlanError::NotStorable { fqn: fqn.to_owned(), problem: problem.to_owned() }.into())
+        Err(StateProblem::NotStorable { problem: problem.to_owned() }.of(fqn).into())
     }
 
     async fn begin(&self) -> Result<SaveSession, CheckpointError> {
@@ -322,13 +322,12 @@ fn first(plan: &HfPlan) -> Result<&HfFile, PlanError> {
 }
 
 fn part(local: &SavePlan, item: u32, rank: u32) -> Result<HfPart, PlanError> {
-    let found = local
-        .item(item as usize)
-        .ok_or(PlanError::NoItem { item: item.into(), items: local.len() as u64 })?;
+    let found =
+        local.item(item as usize).ok_or(PlanError::no_item(item.into(), local.len() as u64))?;
     let fqn = &found.key.fqn;
     let Some(spec) = &found.key.tensor else {
         let problem = "files of safetensors have tensors only".to_owned();
-        return Err(PlanError::NotStorable { fqn: fqn.to_string(), problem });
+        return Err(StateProblem::NotStorable { problem }.of(fqn.to_string()));
     };
     Ok(HfPart::part_of(Arc::clone(fqn), spec.dtype, found.sizes, found.offsets, rank))
 }
@@ -348,7 +347,7 @@ fn once_each(plan: &HfPlan, file: &HfFile) -> Result<(), PlanError> {
                 "rank {rank} holds several shards of it, and a file of safetensors has one tensor \
                  of a name"
             );
-            return Err(PlanError::NotStorable { fqn: part.fqn.to_string(), problem });
+            return Err(StateProblem::NotStorable { problem }.of(part.fqn.to_string()));
         }
     }
     Ok(())
@@ -382,10 +381,7 @@ fn record(
             tensor.chunks.place(selected.chunk as usize, placement);
             Ok(())
         }
-        _ => Err(PlanError::NoEntry {
-            entry: selected.entry.into(),
-            chunk: Some(selected.chunk.into()),
-        }),
+        _ => Err(PlanError::no_entry(selected.entry.into(), Some(selected.chunk.into()))),
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use dcp_core::error::StorageOp;
 use dcp_core::storage::StorageExt as _;
-use dcp_core::{CheckpointError, Key, PlanError, Storage, StorageError, StorageErrorKind};
+use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
 use futures_util::StreamExt as _;
 
 use super::ENDING;
@@ -104,7 +104,11 @@ impl Old {
                 return Ok(tagged);
             }
         }
-        Err(PlanError::NoFreeName { tried: TAGS_MAX.into() }.into())
+        let problem = format!(
+            "all {TAGS_MAX} names for new files exist already; delete files of unfinished saves"
+        );
+        let (kind, op) = (StorageErrorKind::AlreadyExists, StorageOp::Put);
+        Err(StorageError::new(kind, op, None).with_message(problem).into())
     }
 }
 

@@ -357,7 +357,7 @@ impl DataSource for OneFile {
             .parts
             .get(item)
             .copied()
-            .ok_or(PlanError::NoItem { item: item as u64, items: self.parts.len() as u64 })?;
+            .ok_or(PlanError::no_item(item as u64, self.parts.len() as u64))?;
         self.data.resolve(part, byte_range).await
     }
 

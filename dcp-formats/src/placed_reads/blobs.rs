@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use dcp_core::error::{ChunksProblem, DataProblem};
 use dcp_core::metadata::{Encoding, Entry, Placement};
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
@@ -47,7 +48,7 @@ pub(super) fn group(
     let mut needed = 0_u64;
     for item in &plan.items {
         let Some((fqn, entry)) = metadata.at(item.entry as usize) else {
-            return Err(PlanError::NoEntry { entry: item.entry.into(), chunk: None }.into());
+            return Err(PlanError::no_entry(item.entry.into(), None).into());
         };
         let chunk = match &item.kind {
             ReadKind::Tensor { chunk, .. } => Some(*chunk),
@@ -84,7 +85,7 @@ impl Blob {
             (Entry::Tensor(tensor), Some(chunk)) => {
                 let missing = || {
                     let entry = metadata.index_of(fqn).unwrap_or_default() as u64;
-                    PlanError::NoEntry { entry, chunk: Some(chunk.into()) }
+                    PlanError::no_entry(entry, Some(chunk.into()))
                 };
                 let chunk = tensor.chunks.get(chunk as usize).ok_or_else(missing)?;
                 let sizes = Dims::from(chunk.sizes);
@@ -95,9 +96,9 @@ impl Blob {
                 (object.placement, Content::Object { items: Vec::new() })
             }
             (Entry::Tensor(_), None) => {
-                return Err(PlanError::NotAnObject { fqn: fqn.to_string() }.into());
+                return Err(PlanError::not_an_object(fqn.to_string()).into());
             }
-            _ => return Err(PlanError::NotATensor { fqn: fqn.to_string() }.into()),
+            _ => return Err(PlanError::not_a_tensor(fqn.to_string()).into()),
         };
         let known = placement.and_then(|placement| {
             Some((placement, metadata.file(placement.file)?, metadata.encoding(&placement)?))
@@ -127,11 +128,12 @@ impl Blob {
                     .relative_to(offsets)
                     .filter(|inside| whole.is_some_and(|whole| whole.contains(inside)));
                 let Some(inside) = inside else {
-                    return Err(PlanError::Outside {
-                        fqn: self.fqn.to_string(),
+                    return Err(ChunksProblem::Outside {
                         region: region.to_string(),
                         bounds: format!("its chunk at {} of sizes {sizes}", Dims::from(offsets)),
+                        rank: None,
                     }
+                    .of(self.fqn.to_string())
                     .into());
                 };
                 let byte_len = inside.volume().saturating_mul(dtype.size() as u64);
@@ -142,7 +144,7 @@ impl Blob {
                 items.push(item.clone());
                 Ok(self.placement.byte_len)
             }
-            _ => Err(PlanError::NotAnObject { fqn: self.fqn.to_string() }.into()),
+            _ => Err(PlanError::not_an_object(self.fqn.to_string()).into()),
         }
     }
 
@@ -224,12 +226,13 @@ impl Target {
         if view.shape() == self.region.sizes() && view.byte_len() == self.byte_len {
             return Ok(());
         }
-        Err(PlanError::ShardMemory {
+        Err(PlanError::Data(DataProblem::Destination {
             fqn: fqn.to_owned(),
             region: self.region.to_string(),
             expected: self.byte_len,
-            found: view.byte_len(),
-        }
+            shape: view.shape().to_string(),
+            byte_len: view.byte_len(),
+        })
         .into())
     }
 }

@@ -3,10 +3,11 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use dcp_core::error::TensorError;
 use dcp_core::metadata::Layout;
 use dcp_core::storage::ReadInto;
 use dcp_core::text::Quoted;
-use dcp_core::{Buffer, CheckpointError, FormatError, Key, PlanError, TensorView};
+use dcp_core::{Buffer, CheckpointError, FormatError, Key, TensorView};
 
 use super::archives::Located;
 use super::blobs::{Blob, Content, Target};
@@ -199,7 +200,7 @@ impl Chunk {
         let span_len =
             |span: &Span| usize::try_from(span.src.end - span.src.start).unwrap_or(usize::MAX);
         let len = spans.iter().map(span_len).fold(0, usize::saturating_add);
-        let scratch = Buffer::try_zeroed(len).ok_or_else(|| PlanError::OutOfMemory {
+        let scratch = Buffer::try_zeroed(len).ok_or_else(|| TensorError::OutOfMemory {
             what: format!("parts of {}", Quoted(&self.blob.fqn)),
             byte_len: len as u64,
         })?;

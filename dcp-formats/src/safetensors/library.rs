@@ -3,8 +3,9 @@
 use std::borrow::Cow;
 
 use bytes::Bytes;
+use dcp_core::error::StateProblem;
 use dcp_core::{
-    CheckpointError, DType, Dims, FormatError, HostMemory, PlanError, StateDict, Tensor, TensorView,
+    CheckpointError, DType, Dims, FormatError, HostMemory, StateDict, Tensor, TensorView,
 };
 use safetensors::tensor::{Dtype, SafeTensors, View};
 
@@ -69,15 +70,13 @@ pub fn from_safetensors(
 ///
 /// # Errors
 ///
-/// [`PlanError::NotStorable`] with the key of a value that is no whole tensor in host memory, or
+/// [`StateProblem::NotStorable`] with the key of a value that is no whole tensor in host memory, or
 /// whose dtype the format lacks; when memory is lent for writing.
 pub fn to_safetensors(state: &StateDict) -> Result<Vec<(String, LibraryTensor)>, CheckpointError> {
     let tensor = |(key, value): (&dcp_core::Value, &dcp_core::Value)| {
         let name = key.as_str().unwrap_or_default();
-        let refuse = |problem: &str| PlanError::NotStorable {
-            fqn: name.to_owned(),
-            problem: problem.to_owned(),
-        };
+        let refuse =
+            |problem: &str| StateProblem::NotStorable { problem: problem.to_owned() }.of(name);
         let Some(tensor) = value.as_tensor() else {
             return Err(
                 refuse("a file of safetensors has tensors only; flatten nested dicts").into()

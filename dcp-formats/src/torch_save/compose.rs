@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use bytes::Bytes;
+use dcp_core::error::StateProblem;
 use dcp_core::value::Opaque;
 use dcp_core::{FormatError, Key, PlanError, Tensor};
 
@@ -124,7 +125,7 @@ impl Composer<'_> {
                 let source = match same_as {
                     None => position,
                     Some(other) => self.tied(*other, &layout).map_err(|problem| {
-                        PlanError::NotStorable { fqn: item.name.to_string(), problem }
+                        StateProblem::NotStorable { problem }.of(item.name.to_string())
                     })?,
                 };
                 let number = self.storages.of_item(source, &layout);
@@ -193,7 +194,7 @@ impl Composer<'_> {
 }
 
 fn not_storable(fqn: &str, error: &FormatError) -> PlanError {
-    PlanError::NotStorable { fqn: fqn.to_owned(), problem: error.problem().to_owned() }
+    StateProblem::NotStorable { problem: error.problem().to_owned() }.of(fqn)
 }
 
 /// The storages of a new file.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::error::{ChunksProblem, DataProblem};
 use dcp_core::format::ListedStorage;
 use dcp_core::metadata::{Layout, Placement};
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
@@ -314,25 +315,28 @@ impl TorchSaveReader {
     ) -> Result<ReadReport, CheckpointError> {
         let fqn = index.metadata.entry_name(item.entry as usize);
         let ReadKind::Tensor { region, .. } = &item.kind else {
-            return Err(PlanError::NotAnObject { fqn: fqn.into_owned() }.into());
+            return Err(PlanError::not_an_object(fqn.into_owned()).into());
         };
         let whole = Region::full(layout.sizes().clone());
         if !whole.is_ok_and(|whole| whole.contains(region)) {
-            return Err(PlanError::Outside {
-                fqn: fqn.into_owned(),
+            return Err(ChunksProblem::Outside {
                 region: region.to_string(),
                 bounds: format!("shape {}", layout.sizes()),
+                rank: None,
             }
+            .of(fqn.into_owned())
             .into());
         }
         let view = sink.destination(item)?;
         let bytes_needed = region.volume().saturating_mul(layout.dtype().size() as u64);
         if view.shape() != region.sizes() || view.byte_len() != bytes_needed {
-            return Err(PlanError::DestinationShape {
+            return Err(PlanError::Data(DataProblem::Destination {
                 fqn: fqn.into_owned(),
                 region: region.to_string(),
-                shape: format!("{} in {} bytes", view.shape(), view.byte_len()),
-            }
+                expected: bytes_needed,
+                shape: view.shape().to_string(),
+                byte_len: view.byte_len(),
+            })
             .into());
         }
         let (storage, key) = (&*self.storage, &self.key);
@@ -371,7 +375,7 @@ impl StorageReader for TorchSaveReader {
         let mut total = ReadReport::default();
         for item in &plan.items {
             let Some((fqn, entry)) = metadata.at(item.entry as usize) else {
-                return Err(PlanError::NoEntry { entry: item.entry.into(), chunk: None }.into());
+                return Err(PlanError::no_entry(item.entry.into(), None).into());
             };
             let leaf = index.metadata.index_of(fqn).and_then(|at| index.leaves.get(at));
             let named = |error| self.name(fqn, error);
@@ -405,7 +409,7 @@ impl StorageReader for TorchSaveReader {
                     let read = std::mem::take(&mut objects.bytes_read);
                     ReadReport::new(read, read)
                 }
-                (Some(_), _) => return Err(PlanError::NotATensor { fqn: fqn.to_string() }.into()),
+                (Some(_), _) => return Err(PlanError::not_a_tensor(fqn.to_string()).into()),
                 (None, _) => {
                     return Err(PlanError::Missing { fqns: vec![fqn.to_string()] }.into());
                 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use dcp_core::PlanError;
+use dcp_core::error::StateProblem;
 use dcp_core::path::PathItem;
 use indexmap::IndexMap;
 
@@ -38,12 +39,11 @@ impl Tree {
                     &whole
                 }
             };
-            let refuse = |problem: &str| PlanError::PathConflict {
-                fqn: item.name.to_string(),
-                problem: problem.to_owned(),
+            let refuse = |problem: &str| {
+                StateProblem::PathConflict { problem: problem.to_owned() }.of(item.name.to_string())
             };
             if path.len() > DEPTH_MAX {
-                return Err(PlanError::TooDeep { fqn: item.name.to_string(), limit: DEPTH_MAX });
+                return Err(StateProblem::TooDeep { limit: DEPTH_MAX }.of(item.name.to_string()));
             }
             if !matches!(path.first(), Some(PathItem::Key(_))) {
                 return Err(refuse("its path does not begin with a key"));

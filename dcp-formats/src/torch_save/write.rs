@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::DataSource;
+use dcp_core::error::StateProblem;
 use dcp_core::path::StatePath;
 use dcp_core::storage::{OwnThreads, PutMode};
 use dcp_core::{
@@ -298,7 +299,7 @@ fn refuse_nested(key: &Key, pickle: &[u8]) -> Result<(), PlanError> {
     }
     let problem = "it would hold a nested tensor, which PyTorch cannot load from the form of \
                    before 1.6; write the zip form, or leave the tensor out";
-    Err(PlanError::NotStorable { fqn: key.to_string(), problem: problem.to_owned() })
+    Err(StateProblem::NotStorable { problem: problem.to_owned() }.of(key.to_string()))
 }
 
 /// The archive name that PyTorch derives from the file name.

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
+use dcp_core::error::DataProblem;
 use dcp_core::{CheckpointError, FormatError, Payload, PlanError};
 
 use super::{FileItem, FileSpec, Framing, ItemEncoder};
@@ -155,12 +156,12 @@ impl Assembly {
         let done = self.resolved.unwrap_or(0);
         let end = segment_end(done, byte_len, self.segment_bytes);
         if payload.len() != end - done {
-            return Err(PlanError::SourceLength {
+            return Err(PlanError::Data(DataProblem::Source {
                 fqn: self.framing.name(self.position).to_owned(),
                 requested: done..end,
                 byte_len,
                 returned: payload.len(),
-            }
+            })
             .into());
         }
         self.resolved = Some(end);

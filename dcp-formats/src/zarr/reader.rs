@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::error::DataProblem;
 use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::storage::{ObjectMeta, StorageExt as _};
@@ -341,11 +342,13 @@ fn fill_in(
     let ReadKind::Tensor { region, .. } = &item.kind else { return Ok(()) };
     let view = sink.destination(item)?;
     if view.shape() != region.sizes() {
-        return Err(PlanError::DestinationShape {
+        return Err(PlanError::Data(DataProblem::Destination {
             fqn: metadata.entry_name(item.entry as usize).into_owned(),
             region: region.to_string(),
+            expected: region.volume().saturating_mul(view.dtype().size() as u64),
             shape: view.shape().to_string(),
-        }
+            byte_len: view.byte_len(),
+        })
         .into());
     }
     let fqn = metadata.entry_name(item.entry as usize);

@@ -151,7 +151,7 @@ fn take(input: &mut MessageReader<'_>) -> Result<Option<Pair>, PlanError> {
 }
 
 fn bad(problem: &str) -> PlanError {
-    PlanError::Message { message: "the differences of a rank".into(), problem: problem.to_owned() }
+    PlanError::message("the differences of a rank", problem)
 }
 
 #[cfg(test)]

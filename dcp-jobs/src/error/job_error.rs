@@ -2,10 +2,46 @@
 
 use std::sync::Arc;
 
+use dcp_core::error::StateProblem;
 use dcp_core::text::{Message, Quoted};
 use dcp_core::{CheckpointError, FormatError, PlanError, StorageError};
 
 use crate::error::{ForeignCallable, UnmatchedPattern};
+
+/// A source cannot be read in the way that a view or a job needs. The caller of the job acts: it reads
+/// less at once, or takes another view.
+///
+/// It reaches callers as [`PlanError::Plugin`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReadRefusal {
+    /// A tensor cannot be assembled from the pieces that a view gives it.
+    #[error("cannot assemble {key} from its pieces: {problem}", key = Quoted(.key), problem = Message(.problem))]
+    Assembly {
+        /// The assembled tensor.
+        key: String,
+        /// The piece that does not fit, and the reason.
+        problem: String,
+    },
+    /// Objects that share memory in a file need too much of it when each is read by itself.
+    #[error(
+        "cannot read {key}: the objects before it need more than {limit} bytes when each is read \
+         by itself, because they share memory in the file; read fewer of them, or the whole file",
+        key = Quoted(.key)
+    )]
+    ObjectMemory {
+        /// The first object that is not read.
+        key: String,
+        /// The limit in bytes.
+        limit: u64,
+    },
+}
+
+impl From<ReadRefusal> for CheckpointError {
+    fn from(error: ReadRefusal) -> Self {
+        PlanError::plugin(error).into()
+    }
+}
 
 /// An offline job failed, or refused its input before it wrote anything.
 #[derive(Debug, thiserror::Error)]
@@ -162,9 +198,10 @@ impl JobError {
     /// [`JobError::NotStorable`], not a bad checkpoint.
     pub(crate) fn unwritable(error: CheckpointError) -> Self {
         match error {
-            CheckpointError::Plan(PlanError::NotStorable { fqn, problem }) => {
-                Self::not_storable(fqn, format!("cannot be written: {problem}"))
-            }
+            CheckpointError::Plan(PlanError::State {
+                fqn,
+                problem: StateProblem::NotStorable { problem },
+            }) => Self::not_storable(fqn, format!("cannot be written: {problem}")),
             other => Self::Checkpoint(other),
         }
     }

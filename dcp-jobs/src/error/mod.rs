@@ -13,7 +13,7 @@ use dcp_core::text::{Message, Quoted};
 use dcp_core::{CheckpointError, StorageError, StorageErrorKind};
 
 pub use foreign_callable::ForeignCallable;
-pub use job_error::JobError;
+pub use job_error::{JobError, ReadRefusal};
 pub use unmatched_pattern::UnmatchedPattern;
 
 /// The kind of an error, for a program to act on.

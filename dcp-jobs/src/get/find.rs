@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::dims::checked_volume;
+use dcp_core::error::ChunksProblem;
 use dcp_core::metadata::Entry;
 use dcp_core::{DType, Dims, PlanError, Region, StorageErrorKind};
 use dcp_formats::safetensors::{RawTypes, SafetensorsItem};
@@ -355,11 +356,11 @@ impl FoundTensor {
         if room >= self.byte_len() {
             return Ok(());
         }
-        Err(PlanError::Uncovered {
-            fqn: self.fqn.to_string(),
+        Err(ChunksProblem::Uncovered {
             expected: self.slice.region.volume(),
             found: room / self.dtype.size() as u64,
         }
+        .of(self.fqn.to_string())
         .into())
     }
 }

@@ -305,7 +305,7 @@ impl Report {
             5 => Standing::Failed(message.text()?.to_owned()),
             other => {
                 let problem = format!("it has the unknown standing {other}");
-                return Err(PlanError::Message { message: OP.into(), problem });
+                return Err(PlanError::message(OP, problem));
             }
         };
         message.finish()?;

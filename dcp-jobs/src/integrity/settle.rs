@@ -111,10 +111,7 @@ fn encode(chunks: &Chunks) -> Bytes {
 /// Adds what a rank has read.
 fn decode(message: &[u8], all: &mut Chunks) -> Result<(), PlanError> {
     let mut input = MessageReader::new(message, MAGIC)?;
-    let bad = || PlanError::Message {
-        message: "the checksums of a rank".into(),
-        problem: "a number is too large".to_owned(),
-    };
+    let bad = || PlanError::message("the checksums of a rank", "a number is too large");
     while input.remaining() > 0 {
         let mut number = || u32::try_from(input.number()?).map_err(|_| bad());
         let at = (number()?, number()?);

@@ -9,5 +9,6 @@ pub(crate) mod stored_items;
 pub(crate) mod tensor_read;
 pub(crate) mod ties;
 
+pub use crate::error::ReadRefusal;
 pub use objects::{ObjectResult, read_object, read_objects};
 pub use tensor_read::TensorReader;

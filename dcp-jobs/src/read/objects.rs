@@ -8,6 +8,7 @@ use dcp_core::metadata::Entry;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Shard, TensorView, Value};
 
+use crate::error::ReadRefusal;
 use crate::source::Source;
 
 /// The maximum number of objects per read.
@@ -67,7 +68,7 @@ async fn held_max(source: &Source, metadata: &CheckpointMetadata) -> u64 {
 
 fn too_much(metadata: &CheckpointMetadata, entry: usize, limit: u64) -> CheckpointError {
     let fqn = metadata.entry_name(entry).into_owned();
-    PlanError::ObjectMemory { fqn, limit }.into()
+    ReadRefusal::ObjectMemory { key: fqn, limit }.into()
 }
 
 /// Reads objects in batches of little memory.
@@ -149,7 +150,7 @@ pub async fn read_object(source: &Source, fqn: &str) -> Result<Value, Checkpoint
     let missing = || PlanError::Missing { fqns: vec![fqn.to_owned()] };
     let entry = metadata.index_of(fqn).ok_or_else(missing)?;
     if metadata.at(entry).is_some_and(|(_, entry)| entry.as_tensor().is_some()) {
-        return Err(PlanError::NotAnObject { fqn: fqn.to_owned() }.into());
+        return Err(PlanError::not_an_object(fqn).into());
     }
     let mut taken = read_up_to(source, &metadata, &[entry], u64::MAX).await?;
     taken.values.remove(&entry).ok_or_else(|| unread(&metadata, entry))
@@ -191,13 +192,13 @@ async fn read_up_to(
 
 fn missing(metadata: &CheckpointMetadata, entry: usize) -> CheckpointError {
     let fqn = metadata.entry_name(entry).into_owned();
-    PlanError::InvalidIndex { fqn, problem: "it does not say where its bytes are".into() }.into()
+    PlanError::Index { fqn, problem: "it does not say where its bytes are".into() }.into()
 }
 
 /// The reader returned without the value of an object.
 pub(crate) fn unread(metadata: &CheckpointMetadata, entry: usize) -> CheckpointError {
     let fqn = metadata.entry_name(entry).into_owned();
-    PlanError::Unread { fqn, part: "the value".to_owned() }.into()
+    PlanError::unread(fqn, "the value").into()
 }
 
 #[derive(Debug)]

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::checkpoint::DataSink;
+use dcp_core::error::TensorError;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::text::Quoted;
 use dcp_core::{
@@ -171,7 +172,7 @@ pub(crate) async fn read_batch(
     };
     let Some(first) = batch.first() else { return Ok(Bytes::new()) };
     let memory = usize::try_from(total).ok().and_then(HostMemory::try_zeroed);
-    let memory = memory.ok_or_else(|| PlanError::OutOfMemory {
+    let memory = memory.ok_or_else(|| TensorError::OutOfMemory {
         what: format!("parts of {}", Quoted(&name(first))),
         byte_len: total,
     })?;
@@ -181,7 +182,7 @@ pub(crate) async fn read_batch(
     for (leaf, piece) in (0_u32..).zip(batch) {
         let tensor = metadata.at(piece.entry).and_then(|(_, entry)| entry.as_tensor());
         let (Some(tensor), Ok(entry)) = (tensor, u32::try_from(piece.entry)) else {
-            return Err(PlanError::NotATensor { fqn: name(piece) }.into());
+            return Err(PlanError::not_a_tensor(name(piece)).into());
         };
         let kind = ReadKind::Tensor { chunk: piece.chunk, shard: 0, region: piece.region.clone() };
         plan.items.push(ReadItem { entry, leaf, kind });

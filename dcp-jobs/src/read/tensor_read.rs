@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::checkpoint::DataSink;
+use dcp_core::error::{ChunksProblem, TensorError};
 use dcp_core::metadata::TensorEntry;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::text::Quoted;
@@ -42,7 +43,7 @@ impl TensorReader {
         let tensor = at.and_then(|(fqn, entry)| Some((Arc::clone(fqn), entry.as_tensor()?)));
         let (Some((fqn, tensor)), Ok(entry)) = (tensor, u32::try_from(entry)) else {
             let fqn = metadata.entry_name(entry).into_owned();
-            return Err(PlanError::NotATensor { fqn }.into());
+            return Err(PlanError::not_a_tensor(fqn).into());
         };
         let mut chunks = Vec::with_capacity(tensor.chunks.len());
         for (index, chunk) in (0_u32..).zip(tensor.chunks.iter()) {
@@ -63,7 +64,7 @@ impl TensorReader {
         let entry = self.metadata.at(self.entry as usize);
         entry
             .and_then(|(_, entry)| entry.as_tensor())
-            .ok_or_else(|| PlanError::NotATensor { fqn: self.fqn.to_string() }.into())
+            .ok_or_else(|| PlanError::not_a_tensor(self.fqn.to_string()).into())
     }
 
     /// The tensor's FQN.
@@ -101,7 +102,7 @@ impl TensorReader {
             self.plan_box(leaf, wanted, &mut plan)?;
             total = total.saturating_add(wanted.volume().saturating_mul(dtype.size() as u64));
         }
-        let lease = segments.take(total).ok_or_else(|| PlanError::OutOfMemory {
+        let lease = segments.take(total).ok_or_else(|| TensorError::OutOfMemory {
             what: format!("parts of {}", Quoted(&self.fqn)),
             byte_len: total,
         })?;
@@ -150,9 +151,9 @@ impl TensorReader {
         let fqn = self.fqn.to_string();
         let expected = wanted.volume();
         Err(CheckpointError::Plan(if found < expected {
-            PlanError::Uncovered { fqn, expected, found }
+            ChunksProblem::Uncovered { expected, found }.of(fqn)
         } else {
-            PlanError::InvalidIndex { fqn, problem: format!("chunks overlap in {wanted}") }
+            PlanError::Index { fqn, problem: format!("chunks overlap in {wanted}") }
         }))
     }
 

@@ -6,11 +6,12 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::error::TensorError;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::text::Quoted;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, HostMemory, PlanError, Region, StorageReader,
-    TensorView, Value,
+    CheckpointError, CheckpointMetadata, DType, HostMemory, Region, StorageReader, TensorView,
+    Value,
 };
 use futures_util::lock::Mutex as AsyncMutex;
 
@@ -92,7 +93,7 @@ impl DecodedOnce {
         let failed = |source| CheckpointError::Memory { fqn: name(metadata, item), source };
         let bytes = coded.whole.volume().saturating_mul(coded.dtype.size() as u64);
         let memory = usize::try_from(bytes).ok().and_then(HostMemory::try_zeroed);
-        let memory = memory.ok_or_else(|| PlanError::OutOfMemory {
+        let memory = memory.ok_or_else(|| TensorError::OutOfMemory {
             what: format!("a chunk of {}", Quoted(&name(metadata, item))),
             byte_len: bytes,
         })?;

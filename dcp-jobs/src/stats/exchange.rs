@@ -70,7 +70,7 @@ pub(super) fn receive(
 }
 
 fn bad(problem: &str) -> PlanError {
-    PlanError::Message { message: "the statistics of a rank".into(), problem: problem.to_owned() }
+    PlanError::message("the statistics of a rank", problem)
 }
 
 fn send(message: &mut MessageWriter, moments: &Moments) {

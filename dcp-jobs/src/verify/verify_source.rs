@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use dcp_core::error::ChunksProblem;
 use dcp_core::format::{Findings, StoredRecord};
 use dcp_core::metadata::Entry;
 use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, StorageErrorKind};
@@ -160,9 +161,13 @@ fn index_problems(error: PlanError, problems: &mut Vec<Problem>) {
             all.into_iter().for_each(|error| index_problems(error, problems));
             return;
         }
-        PlanError::OutOfBounds { .. } => ProblemKind::OutOfBounds,
-        PlanError::Overlap { .. } => ProblemKind::Overlap,
-        PlanError::Uncovered { .. } => ProblemKind::Uncovered,
+        PlanError::Chunks { problem: ChunksProblem::Outside { .. }, .. } => {
+            ProblemKind::OutOfBounds
+        }
+        PlanError::Chunks { problem: ChunksProblem::Overlap { .. }, .. } => ProblemKind::Overlap,
+        PlanError::Chunks { problem: ChunksProblem::Uncovered { .. }, .. } => {
+            ProblemKind::Uncovered
+        }
         _ => ProblemKind::Index,
     };
     let mut problem = Problem::new(kind, message);

@@ -7,14 +7,15 @@ use std::collections::hash_map::Entry as Slot;
 use std::fmt;
 use std::sync::Arc;
 
+use dcp_core::error::{ChunksProblem, StateProblem};
 use dcp_core::metadata::{
     ChunkTable, Encoding, Entry, Layout, ObjectEntry, Placement, TensorEntry,
 };
 use dcp_core::overlap::find_overlap;
 use dcp_core::path::StatePath;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, Dims, FormatError, Key, PlanError, Region,
-    StorageReader, Value,
+    CheckpointError, CheckpointMetadata, DType, Dims, FormatError, Key, Region, StorageReader,
+    Value,
 };
 
 use crate::error::JobError;
@@ -283,7 +284,7 @@ impl AssembledBuilder {
 
     fn insert(&mut self, fqn: Arc<str>, entry: Entry, origin: Origin) -> Result<(), JobError> {
         if self.metadata.get(&fqn).is_some() {
-            return Err(PlanError::DuplicateFqn { fqn: fqn.to_string() }.into());
+            return Err(StateProblem::Duplicate.of(fqn.to_string()).into());
         }
         self.metadata.insert(fqn, entry);
         self.origins.push(origin);
@@ -403,7 +404,7 @@ fn check_cover(fqn: &str, shape: &Dims, pieces: &[Piece]) -> Result<(), JobError
         None if found == full.volume() => Ok(()),
         None => {
             let (fqn, expected) = (fqn.to_owned(), full.volume());
-            Err(PlanError::Uncovered { fqn, expected, found }.into())
+            Err(ChunksProblem::Uncovered { expected, found }.of(fqn).into())
         }
     }
 }

@@ -252,7 +252,7 @@ impl Dequantized {
                 let (rows, cols) = weight.reach(&tile, &matrix, row, col);
                 if rows <= row || cols <= col {
                     let problem = "its scales do not cover all of its elements".to_owned();
-                    return Err(PlanError::InvalidIndex { fqn: fqn.to_string(), problem }.into());
+                    return Err(PlanError::Index { fqn: fqn.to_string(), problem }.into());
                 }
                 let slab = matrix.part(row..rows, col..cols).map_err(bad)?;
                 let stored = weight.stored_region(&slab).map_err(bad)?;

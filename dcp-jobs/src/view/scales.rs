@@ -3,9 +3,8 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, Dims, PlanError, Region, StorageReader,
-};
+use dcp_core::error::{ChunksProblem, StateProblem};
+use dcp_core::{CheckpointError, CheckpointMetadata, DType, Dims, Region, StorageReader};
 
 use crate::cast::{CastCounts, CastOptions, Caster};
 
@@ -121,7 +120,7 @@ impl Scales {
         let (expected, held) = (wanted.volume(), found.iter().map(volume).sum());
         if expected != held {
             let fqn = fqn.to_string();
-            return Err(PlanError::Uncovered { fqn, expected, found: held }.into());
+            return Err(ChunksProblem::Uncovered { expected, found: held }.of(fqn).into());
         }
         let (parts, cost) = scratch.read(&*self.reader, &self.metadata).await?;
         let mut values = vec![0.0; usize::try_from(expected).unwrap_or(0)];
@@ -147,7 +146,7 @@ pub(super) fn floats(fqn: &str, dtype: DType, bytes: &[u8]) -> Result<Vec<f32>, 
     let from = if dtype == DType::UInt8 { DType::Float8E8M0Fnu } else { dtype };
     let caster = Caster::new(fqn, from, DType::Float32, CastOptions::default());
     let caster = caster
-        .map_err(|error| PlanError::NotCastable { fqn: error.fqn, problem: error.problem })?;
+        .map_err(|error| StateProblem::NotCastable { problem: error.problem }.of(error.fqn))?;
     let mut elements = vec![0; bytes.len() / dtype.size() * 4];
     caster.cast(bytes, &mut elements, &mut CastCounts::default());
     Ok(elements

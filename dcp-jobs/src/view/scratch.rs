@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::error::{ChunksProblem, TensorError};
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::region::RegionError;
 use dcp_core::{
@@ -11,6 +12,7 @@ use dcp_core::{
     TensorView, Value,
 };
 
+use crate::error::ReadRefusal;
 use crate::read::runs::boxes;
 
 /// The maximum number of bytes per read.
@@ -62,7 +64,7 @@ impl Scratch {
         reader: &dyn StorageReader,
         metadata: &Arc<CheckpointMetadata>,
     ) -> Result<(Vec<Bytes>, ReadReport), CheckpointError> {
-        let memory = HostMemory::try_zeroed(self.len).ok_or_else(|| PlanError::OutOfMemory {
+        let memory = HostMemory::try_zeroed(self.len).ok_or_else(|| TensorError::OutOfMemory {
             what: "parts of chunks".into(),
             byte_len: self.len(),
         })?;
@@ -97,26 +99,26 @@ pub(super) fn invalid_region(fqn: &str, error: RegionError) -> CheckpointError {
 /// `region` of `fqn` is not a part of `bounds`.
 pub(super) fn outside(fqn: &str, region: &Region, bounds: &Region) -> CheckpointError {
     let (region, bounds) = (region.to_string(), bounds.to_string());
-    PlanError::Outside { fqn: fqn.to_owned(), region, bounds }.into()
+    ChunksProblem::Outside { region, bounds, rank: None }.of(fqn).into()
 }
 
 pub(super) fn not_a_tensor(fqn: &str) -> CheckpointError {
-    PlanError::NotATensor { fqn: fqn.to_owned() }.into()
+    PlanError::not_a_tensor(fqn).into()
 }
 
 /// A plan refers to an entry that the view does not have.
 pub(super) fn no_entry(entry: u32) -> CheckpointError {
-    PlanError::NoEntry { entry: entry.into(), chunk: None }.into()
+    PlanError::no_entry(entry.into(), None).into()
 }
 
 /// The reader returned without the value of an object.
 pub(super) fn unread(fqn: &str) -> CheckpointError {
-    PlanError::Unread { fqn: fqn.to_owned(), part: "the value".to_owned() }.into()
+    PlanError::unread(fqn, "the value").into()
 }
 
 /// A tensor cannot be made from its pieces.
 pub(super) fn assembly(fqn: &str, problem: impl Into<String>) -> CheckpointError {
-    PlanError::Assembly { fqn: fqn.to_owned(), problem: problem.into() }.into()
+    ReadRefusal::Assembly { key: fqn.to_owned(), problem: problem.into() }.into()
 }
 
 /// Memory of the parts, by the leaf of their items.

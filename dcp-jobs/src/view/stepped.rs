@@ -138,7 +138,7 @@ impl StorageReader for Stepped {
         let mut report = ReadReport::default();
         for item in &plan.items {
             let ReadKind::Tensor { region, .. } = &item.kind else {
-                return Err(PlanError::NotAnObject { fqn: fqn.to_string() }.into());
+                return Err(PlanError::not_an_object(fqn.to_string()).into());
             };
             let view = sink.destination(item)?;
             for piece in pieces(region, size, AT_ONCE * size as u64) {

@@ -6,11 +6,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::error::StateProblem;
 use dcp_core::metadata::{Encoding, Entry, Layout, ObjectEntry, Placement, TensorEntry};
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, FormatError, PlanError, Region, StorageReader,
-    TensorView, Value,
+    CheckpointError, CheckpointMetadata, DType, FormatError, Region, StorageReader, TensorView,
+    Value,
 };
 
 use crate::cast::{CastCounts, CastOptions, Caster};
@@ -87,7 +88,7 @@ impl Unwrapped {
             let class = &wrapped.class;
             let advice = "leave it out, or dequantize it with the library that it is from";
             let problem = format!("this {class} cannot become plain numbers: {problem}; {advice}");
-            PlanError::NotCastable { fqn: fqn.to_string(), problem }
+            StateProblem::NotCastable { problem }.of(fqn.to_string())
         })?);
         let mut kept = kept();
         kept.push_back((entry, Arc::clone(&made)));

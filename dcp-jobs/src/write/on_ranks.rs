@@ -5,6 +5,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use dcp_core::checkpoint::WriteReport;
 use dcp_core::digest::fnv1a_128;
+use dcp_core::error::{PlanMaker, PlanProblem};
 use dcp_core::plan::{SavePlan, WritePlan};
 use dcp_core::wire::{MessageReader, MessageWriter};
 use dcp_core::{CheckpointError, CollectiveError, Key, PlanError};
@@ -43,7 +44,12 @@ pub(crate) async fn share_plans(
     message.finish()?;
     if plans.len() != locals.len() {
         let (expected, found) = (locals.len(), plans.len());
-        return Err(PlanError::PlanCount { made_by: "rank 0".into(), expected, found }.into());
+        return Err(PlanError::Plan(PlanProblem::Count {
+            made_by: PlanMaker::Coordinator,
+            expected,
+            found,
+        })
+        .into());
     }
     Ok(plans)
 }

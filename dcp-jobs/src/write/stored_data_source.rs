@@ -254,7 +254,7 @@ impl Job {
             Some(Part::Encoded(bytes)) => Payload::from(bytes.clone()).slice(byte_range),
             None => {
                 let items = self.parts.len() as u64;
-                return Err(PlanError::NoItem { item: item as u64, items }.into());
+                return Err(PlanError::no_item(item as u64, items).into());
             }
         };
         self.options.advance(len);

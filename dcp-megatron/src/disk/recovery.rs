@@ -68,9 +68,8 @@ fn decode(bytes: &[u8]) -> Result<Vec<Fixed>, PlanError> {
     let mut input = MessageReader::new(bytes, MAGIC)?;
     let mut all = Vec::new();
     for _ in 0..input.count()? {
-        let metadata = <[u8; 32]>::try_from(input.bytes()?).map_err(|_| PlanError::Message {
-            message: "the record of an overwrite".to_owned(),
-            problem: "a SHA-256 is not 32 bytes long".to_owned(),
+        let metadata = <[u8; 32]>::try_from(input.bytes()?).map_err(|_| {
+            PlanError::message("the record of an overwrite", "a SHA-256 is not 32 bytes long")
         })?;
         let json = Bytes::copy_from_slice(input.bytes()?);
         let mut file = || {

@@ -3,6 +3,7 @@
 mod common_differs;
 mod job_error;
 mod key_mismatch;
+mod plan_refusal;
 
 use dcp_core::error::RankFailure;
 use dcp_core::error::TensorError;
@@ -17,6 +18,7 @@ use crate::layout::ParallelLayout;
 pub(crate) use common_differs::LISTED;
 pub use common_differs::{CommonDifference, CommonDiffers};
 pub use key_mismatch::{KeyMismatch, UnknownStrictHandling};
+pub use plan_refusal::PlanRefusal;
 
 /// A checkpoint of Megatron-Core could not be read, written or understood.
 #[derive(Debug, thiserror::Error)]

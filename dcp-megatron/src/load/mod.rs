@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::checkpoint::ReadReport;
-use dcp_core::error::Phase;
+use dcp_core::error::{Phase, PlanSubject, RanksProblem};
 use dcp_core::plan::LoadReport;
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointMetadata, Collective, DType, Dims, PlanError, Storage, StorageReader};
@@ -398,13 +398,13 @@ fn judge(
             let (left_rank, first) = *casts.entry(Arc::clone(&key)).or_insert((rank, code));
             if first != code && conflict.is_none() {
                 let name = |code: usize| DType::ALL.get(code).map_or("unknown", |d| d.name());
-                conflict = Some(PlanError::Disagreement {
-                    fqn: key.to_string(),
+                conflict = Some(PlanError::Ranks(RanksProblem::Disagreement {
+                    subject: PlanSubject::Entry(key.to_string()),
                     left: format!("requested as {}", name(first)),
                     left_rank,
                     right: format!("requested as {}", name(code)),
                     right_rank: rank,
-                });
+                }));
             }
         }
         if !description.is_empty() {
@@ -451,7 +451,7 @@ fn split(message: &[u8]) -> Option<(&[u8], &[u8])> {
 }
 
 fn wire(problem: &dyn fmt::Display) -> PlanError {
-    PlanError::Message { message: "the request of a rank".to_owned(), problem: problem.to_string() }
+    PlanError::message("the request of a rank", problem.to_string())
 }
 
 impl Own {

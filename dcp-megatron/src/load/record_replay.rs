@@ -259,10 +259,7 @@ fn key(name: String) -> Result<Key, PlanError> {
 }
 
 fn bad(problem: &dyn std::fmt::Display) -> PlanError {
-    PlanError::Message {
-        message: "what rank 0 read of the checkpoint".to_owned(),
-        problem: problem.to_string(),
-    }
+    PlanError::message("what rank 0 read of the checkpoint", problem.to_string())
 }
 
 /// A storage that records or replays until [`finish`](Self::finish), and then forwards to `inner`.

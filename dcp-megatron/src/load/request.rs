@@ -7,12 +7,12 @@ use dcp_core::error::TensorError;
 use dcp_core::text::Quoted;
 use dcp_core::value::Dict;
 use dcp_core::{
-    CheckpointMetadata, DType, Dims, HostMemory, PlanError, Region, Shard, StateDict, Tensor,
-    TensorView, Value,
+    CheckpointMetadata, DType, Dims, HostMemory, Region, Shard, StateDict, Tensor, TensorView,
+    Value,
 };
 use dcp_formats::torch_save::decode_only_item;
 
-use crate::error::MegatronError;
+use crate::error::{MegatronError, PlanRefusal};
 use crate::save::prepare::{boxes_of_range, one_name};
 use crate::sharded::{
     ShardError, ShardedLeaf, ShardedStateDict, ShardedTensor, ShardedValue, sharded_leaves,
@@ -160,13 +160,13 @@ impl Wanted {
         }
     }
 
-    fn agree(&self, tensor: &ShardedTensor) -> Result<(), PlanError> {
+    fn agree(&self, tensor: &ShardedTensor) -> Result<(), PlanRefusal> {
         if self.dtype == tensor.dtype() && self.shape == *tensor.global_shape() {
             return Ok(());
         }
         let (dtype, shape) = (tensor.dtype(), tensor.global_shape());
-        Err(PlanError::RequestedTwice {
-            fqn: self.key.to_string(),
+        Err(PlanRefusal::RequestedTwice {
+            key: self.key.to_string(),
             first: format!("{} of shape {}", self.dtype, self.shape),
             second: format!("{dtype} of shape {shape}"),
         })
@@ -185,10 +185,11 @@ fn memory(tensor: &ShardedTensor) -> Result<TensorView, MegatronError> {
     // The volume of all of the tensor was counted when it was built.
     let bytes = shape.checked_volume().unwrap_or(0).checked_mul(tensor.dtype().size() as u64);
     let memory = bytes.and_then(|bytes| usize::try_from(bytes).ok());
-    let memory = memory.and_then(HostMemory::try_zeroed).ok_or_else(|| PlanError::OutOfMemory {
-        what: format!("a shard of {}", Quoted(tensor.key())),
-        byte_len: bytes.unwrap_or(u64::MAX),
-    })?;
+    let memory =
+        memory.and_then(HostMemory::try_zeroed).ok_or_else(|| TensorError::OutOfMemory {
+            what: format!("a shard of {}", Quoted(tensor.key())),
+            byte_len: bytes.unwrap_or(u64::MAX),
+        })?;
     let view = TensorView::contiguous(memory, tensor.dtype(), shape, 0);
     Ok(view.map_err(|error: TensorError| error.with_fqn(&**tensor.key()))?)
 }

@@ -8,12 +8,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use dcp_core::error::{PlanSubject, RanksProblem};
 use dcp_core::plan::SavePlan;
 use dcp_core::{Dims, PlanError, Rank};
 use dcp_planner::{Holdings, RankSet, ShareRule};
 
 use super::inventory::Inventory;
-use crate::error::MegatronError;
+use crate::error::{MegatronError, PlanRefusal};
 
 /// The operation that a distribution is for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -125,7 +126,7 @@ pub(super) fn distribute_different(
             let all = (0..world_size).zip(ranks).filter(|(_, (list, _))| holds(*list));
             holdings.holders(all.map(|(rank, _)| rank))
         });
-        let no_rank = || PlanError::OutOfStep { problem: "no rank has the shard".into() };
+        let no_rank = || PlanError::out_of_step("no rank has the shard");
         holdings.push(holders.ok_or_else(no_rank)?, shard.byte_len, shard.main.is_none());
     }
     let shares = holdings.share_out(rule);
@@ -180,13 +181,13 @@ fn merge(
                     Rank::try_from(rank.unwrap_or(0)).unwrap_or(Rank::MAX)
                 };
                 let bytes = |len: u64| format!("{len} bytes long at {:?}", known.offset);
-                return Err(PlanError::Disagreement {
-                    fqn: known.key.to_string(),
+                return Err(PlanError::Ranks(RanksProblem::Disagreement {
+                    subject: PlanSubject::Entry(known.key.to_string()),
                     left: bytes(known.byte_len),
                     left_rank: rank_of(known.lists.first().copied().unwrap_or(0)),
                     right: bytes(item.byte_len),
                     right_rank: rank_of(number),
-                });
+                }));
             }
             let first = known.lists.last() != Some(&number);
             if first {
@@ -202,12 +203,13 @@ fn merge(
             let shard = &mut shards[*shard];
             let before = shard.main.replace(rank);
             if let Some(first) = before.filter(|_| purpose == Purpose::Save && shard.byte_len > 0) {
-                return Err(PlanError::MainReplica {
-                    fqn: shard.key.to_string(),
+                return Err(PlanRefusal::MainReplica {
+                    key: shard.key.to_string(),
                     offset: format!("{:?}", shard.offset),
                     first,
                     second: rank,
-                });
+                }
+                .into());
             }
         }
     }

@@ -102,10 +102,7 @@ impl Inventory {
         bytes: &[u8],
         len: usize,
     ) -> Result<(Vec<bool>, Option<SavePlan>), PlanError> {
-        let bad = || PlanError::Message {
-            message: "the shards of a rank".to_owned(),
-            problem: "it ends too early".to_owned(),
-        };
+        let bad = || PlanError::message("the shards of a rank", "it ends too early");
         let (main_len, rest) = bytes.split_first_chunk::<8>().ok_or_else(bad)?;
         let main_len = usize::try_from(u64::from_le_bytes(*main_len)).map_err(|_| bad())?;
         let (main, shards) = rest.split_at_checked(main_len).ok_or_else(bad)?;

@@ -385,5 +385,5 @@ impl Lead {
 }
 
 fn out_of_step() -> CheckpointError {
-    PlanError::OutOfStep { problem: "ranks of one parallelization group differ".into() }.into()
+    PlanError::out_of_step("ranks of one parallelization group differ").into()
 }

@@ -321,9 +321,8 @@ fn judge(offers: &[Bytes], validate: bool) -> Result<Verdict, MegatronError> {
     let mut descriptions = Vec::with_capacity(offers.len());
     let (mut digests, mut failures) = (Vec::new(), Vec::new());
     for (rank, offer) in (0..).zip(offers) {
-        let parts = split(offer).ok_or_else(|| PlanError::Message {
-            message: format!("what rank {rank} has to save"),
-            problem: "it ends too early".to_owned(),
+        let parts = split(offer).ok_or_else(|| {
+            PlanError::message(format!("what rank {rank} has to save"), "it ends too early")
         })?;
         let (digest, problem, description) = parts;
         digests.push(digest);

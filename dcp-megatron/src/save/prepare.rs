@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
+use dcp_core::error::StateProblem;
 use dcp_core::value::Dict;
 use dcp_core::{PlanError, Region, Shard, StateDict, Tensor, Value};
 
-use crate::error::MegatronError;
+use crate::error::{MegatronError, PlanRefusal};
 use crate::sharded::{
     ShardError, ShardedLeaf, ShardedStateDict, ShardedTensor, ShardedValue, apply_factories,
     extract, mixed_lists, sharded_leaves, to_values,
@@ -100,13 +101,13 @@ fn to_shard(tensor: &ShardedTensor) -> Result<Shard, MegatronError> {
     Ok(shard.map_err(|error| error.with_fqn(&**tensor.key()))?)
 }
 
-fn without_data(key: &str) -> PlanError {
-    PlanError::NoData { fqn: key.to_owned() }
+fn without_data(key: &str) -> PlanRefusal {
+    PlanRefusal::NoData { key: key.to_owned() }
 }
 
 /// A tensor is named as the unique key of an object is.
 pub(crate) fn one_name(key: &str) -> PlanError {
-    PlanError::DuplicateFqn { fqn: key.to_owned() }
+    StateProblem::Duplicate.of(key)
 }
 
 /// The boxes of a block that hold elements `start..end` of it in row-major order, and the element

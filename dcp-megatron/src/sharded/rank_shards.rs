@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use dcp_core::error::RanksProblem;
 use dcp_core::wire::{MessageReader, MessageWriter};
 use dcp_core::{DType, Dims, PlanError};
 
@@ -178,7 +179,7 @@ impl RankShards {
     /// When the bytes are no description of this version.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
         Self::receive(bytes).map_err(|error| match error {
-            PlanError::Message { problem, .. } => broken(problem),
+            PlanError::Ranks(RanksProblem::Message { problem, .. }) => broken(problem),
             other => other,
         })
     }
@@ -215,10 +216,7 @@ impl RankShards {
 }
 
 fn broken(problem: impl Into<String>) -> PlanError {
-    PlanError::Message {
-        message: "a rank's description of its shards".to_owned(),
-        problem: problem.into(),
-    }
+    PlanError::message("a rank's description of its shards", problem)
 }
 
 fn send_kind(out: &mut MessageWriter, kind: &Kind) {

@@ -17,8 +17,8 @@ use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
 use dcp_core::storage::PutMode;
 use dcp_core::value::Dict;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, FormatError, Key, Payload, PlanError, Storage,
-    StorageError, StorageErrorKind, StorageWriter, Value,
+    CheckpointError, CheckpointMetadata, FormatError, Key, Payload, Storage, StorageError,
+    StorageErrorKind, StorageWriter, Value,
 };
 use dcp_formats::dcp::{DcpWriter, data_file, remove_unreferenced, sidecar_of};
 use dcp_formats::metadata::Profile;
@@ -32,6 +32,7 @@ pub use form::MegatronForm;
 use crate::disk::file_hashes::{self, INTEGRITY_FILE};
 use crate::disk::recovery::{self, Fixed, RECORD, recovered};
 use crate::disk::small_file::read_small;
+use crate::error::PlanRefusal;
 use crate::sharded::culprit;
 use before::{Before, hinted_files};
 use form::{COMMON_FILE, COMMON_OBJECT, METADATA_JSON};
@@ -328,8 +329,8 @@ impl StorageWriter for MegatronWriter {
     ) -> Result<Vec<WritePlan>, CheckpointError> {
         if global.metadata.get(COMMON_OBJECT).is_some() {
             let instead = "the common state is an option of the writer, not a planned object";
-            let fqn = COMMON_OBJECT.to_owned();
-            return Err(PlanError::ReservedName { fqn, instead }.into());
+            let key = COMMON_OBJECT.to_owned();
+            return Err(PlanRefusal::ReservedKey { key, instead }.into());
         }
         let mut plans = self.dcp.place(session, locals, global)?;
         // Of a large job, most ranks hold replicas only; an empty file of each would be the most of

@@ -74,10 +74,8 @@ fn decode(message: &[u8]) -> Result<Vec<WrittenFile>, PlanError> {
         let name = input.text()?.to_owned();
         let bytes = input.number()?;
         let mut count = || {
-            usize::try_from(input.number()?).map_err(|_| PlanError::Message {
-                message: "the files of a rank".into(),
-                problem: "a number is too large".to_owned(),
-            })
+            usize::try_from(input.number()?)
+                .map_err(|_| PlanError::message("the files of a rank", "a number is too large"))
         };
         let (tensors, objects) = (count()?, count()?);
         let mut names = || {

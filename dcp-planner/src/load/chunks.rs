@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use dcp_core::error::ChunksProblem;
 use dcp_core::metadata::TensorEntry;
 use dcp_core::overlap::find_overlap;
 use dcp_core::{PlanError, Region};
@@ -96,11 +97,11 @@ impl Chunks {
             Ok(None) => {}
             Ok(Some((a, b))) => {
                 let (a, b) = (hits[a].chunk.min(hits[b].chunk), hits[a].chunk.max(hits[b].chunk));
-                return Err(PlanError::Overlap {
-                    fqn: fqn.to_owned(),
+                return Err(ChunksProblem::Overlap {
                     first: format!("{} (number {a})", self.shown(a)),
                     second: format!("{} (number {b})", self.shown(b)),
-                });
+                }
+                .of(fqn));
             }
             Err(_) => return Err(invalid_index(fqn, "its chunks are too irregular to be checked")),
         }

@@ -5,6 +5,7 @@ mod chunks;
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use dcp_core::error::{ChunksProblem, StateProblem};
 use dcp_core::metadata::{Entry, TensorEntry};
 use dcp_core::plan::{LeafKind, LoadPlan, LoadReport, PlanContext, ReadItem, ReadKind, StateIndex};
 use dcp_core::planner::LoadPlanner;
@@ -39,8 +40,8 @@ impl LoadPlanner for DefaultLoadPlanner {
     ///
     /// # Errors
     ///
-    /// [`PlanError::DuplicateFqn`] when a name is wanted twice, [`PlanError::Overlap`] when
-    /// stored chunks give different sources for one element, and [`PlanError::Outside`] for
+    /// [`StateProblem::Duplicate`] when a name is wanted twice, [`ChunksProblem::Overlap`] when
+    /// stored chunks give different sources for one element, and [`ChunksProblem::Outside`] for
     /// shards that lie outside their tensor.
     fn local_plan(
         &self,
@@ -54,7 +55,7 @@ impl LoadPlanner for DefaultLoadPlanner {
         for (position, leaf) in wanted.leaves.iter().enumerate() {
             let fqn = &leaf.fqn;
             if !names.insert(&**fqn) {
-                return Err(PlanError::DuplicateFqn { fqn: fqn.to_string() });
+                return Err(StateProblem::Duplicate.of(fqn.to_string()));
             }
             let leaf_index = index(fqn, position)?;
             let found = stored.index_of(fqn).and_then(|at| Some((at, stored.at(at)?.1)));
@@ -122,11 +123,12 @@ fn read_tensor(
     let whole = Region::full(tensor.shape.clone())
         .map_err(|error| invalid_index(fqn, &error.to_string()))?;
     if let Some(outside) = shards.iter().find(|shard| !whole.contains(shard)) {
-        return Err(PlanError::Outside {
-            fqn: fqn.to_owned(),
+        return Err(ChunksProblem::Outside {
             region: outside.to_string(),
             bounds: format!("shape {}", tensor.shape),
-        });
+            rank: None,
+        }
+        .of(fqn));
     }
     let chunks = Chunks::new(fqn, tensor, shards.len())?;
     let sweep = Chunks::sweep_axis(tensor, shards);

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use dcp_core::error::StateProblem;
 use dcp_core::{DType, Dims, HostMemory, PlanError, Rank, Region, Shard, Tensor, TensorView};
 
 use super::{DeviceMesh, TensorPlacement, local_regions, recorded_box};
@@ -37,11 +38,11 @@ impl MeshLayout {
     ///
     /// # Errors
     ///
-    /// [`PlanError::Partial`] with the tensor's name, where a placement is partial;
-    /// [`PlanError::InvalidPlacement`] when placements, mesh and shape do not fit together.
+    /// [`StateProblem::PartialSum`] with the tensor's name, where a placement is partial;
+    /// [`PlanError::Placement`] when placements, mesh and shape do not fit together.
     pub fn regions(&self, fqn: &str, shape: &[u64], rank: Rank) -> Result<Vec<Region>, PlanError> {
         if self.placements.contains(&TensorPlacement::Partial) {
-            return Err(PlanError::Partial { fqn: fqn.to_owned() });
+            return Err(StateProblem::PartialSum.of(fqn));
         }
         let Some(coordinate) = self.mesh.coordinate(rank) else { return Ok(Vec::new()) };
         local_regions(shape, &self.mesh, &coordinate, &self.placements)

@@ -10,6 +10,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use dcp_core::dims::checked_volume;
+use dcp_core::error::{PlanSubject, RanksProblem, StateProblem};
 use dcp_core::metadata::ChunkRef;
 use dcp_core::path::StatePath;
 use dcp_core::plan::{PlanKey, SavePlan, TensorSpec, WriteItem};
@@ -227,19 +228,19 @@ impl<'a> MergedKey<'a> {
         errors: &mut Vec<PlanError>,
     ) -> Result<(), PlanError> {
         if self.last_rank == rank {
-            return Err(PlanError::DuplicateFqn { fqn: key.fqn.to_string() });
+            return Err(StateProblem::Duplicate.of(key.fqn.to_string()));
         }
         self.last_rank = rank;
         self.path = self.path.or(key.path.as_ref());
         if self.spec != key.tensor.as_ref() && !self.contradicted {
             self.contradicted = true;
-            errors.push(PlanError::Disagreement {
-                fqn: key.fqn.to_string(),
+            errors.push(PlanError::Ranks(RanksProblem::Disagreement {
+                subject: PlanSubject::Entry(key.fqn.to_string()),
                 left: described(self.spec),
                 left_rank: self.rank,
                 right: described(key.tensor.as_ref()),
                 right_rank: rank,
-            });
+            }));
         }
         Ok(())
     }
@@ -341,13 +342,13 @@ impl<'a> MergedKey<'a> {
                     let (offsets, sizes) = self.row(row);
                     shown(ChunkRef { offsets, sizes, placement: None })
                 };
-                return Err(PlanError::Disagreement {
-                    fqn: self.fqn.to_string(),
+                return Err(PlanError::Ranks(RanksProblem::Disagreement {
+                    subject: PlanSubject::Entry(self.fqn.to_string()),
                     left: words(lead),
                     left_rank: lowest_rank(offers, self.origin(lead).offer),
                     right: words(*row),
                     right_rank: lowest_rank(offers, self.origin(*row).offer),
-                });
+                }));
             }
         }
         let end_owner = owners.len() as u32;

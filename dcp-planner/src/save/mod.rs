@@ -7,7 +7,7 @@ mod merge;
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use dcp_core::error::TensorError;
+use dcp_core::error::{ChunksProblem, StateProblem, TensorError};
 use dcp_core::plan::{
     GlobalPlan, LeafKind, PlanContext, PlanKey, SavePlan, StateIndex, TensorSpec,
 };
@@ -96,7 +96,7 @@ impl SavePlanner for DefaultSavePlanner {
         let mut seen = HashSet::with_capacity(state.leaves.len());
         for leaf in &state.leaves {
             if !seen.insert(&*leaf.fqn) {
-                return Err(PlanError::DuplicateFqn { fqn: leaf.fqn.to_string() });
+                return Err(StateProblem::Duplicate.of(leaf.fqn.to_string()));
             }
             let (fqn, path) = (Arc::clone(&leaf.fqn), leaf.path.clone());
             match &leaf.kind {
@@ -112,12 +112,12 @@ impl SavePlanner for DefaultSavePlanner {
                         .into());
                     }
                     if let Some(outside) = regions.iter().find(|region| !whole.contains(region)) {
-                        return Err(PlanError::OutOfBounds {
-                            fqn: fqn.to_string(),
-                            shape: shape.to_string(),
-                            chunk: outside.to_string(),
+                        return Err(ChunksProblem::Outside {
+                            region: outside.to_string(),
+                            bounds: format!("shape {shape}"),
                             rank: Some(context.rank),
-                        });
+                        }
+                        .of(fqn.to_string()));
                     }
                     let tensor =
                         TensorSpec { dtype: *dtype, shape: shape.clone(), sharded: *sharded };
@@ -130,7 +130,7 @@ impl SavePlanner for DefaultSavePlanner {
                     let key = plan.push_key(PlanKey { fqn, path, tensor: None });
                     plan.push_object(key, *byte_len)?;
                 }
-                _ => return Err(PlanError::UnknownKind { fqn: fqn.to_string() }),
+                _ => return Err(StateProblem::UnknownKind.of(fqn.to_string())),
             }
         }
         Ok(plan)

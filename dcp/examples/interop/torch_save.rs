@@ -91,8 +91,7 @@ impl DataSource for Tensors {
         byte_range: Range<u64>,
     ) -> std::result::Result<Payload, CheckpointError> {
         let bytes = self.0.get(item).and_then(|tensor| tensor.as_ref()?.to_vec());
-        let bytes =
-            bytes.ok_or(PlanError::NoItem { item: item as u64, items: self.0.len() as u64 })?;
+        let bytes = bytes.ok_or(PlanError::no_item(item as u64, self.0.len() as u64))?;
         Ok(Payload::from(bytes).slice(byte_range))
     }
 

@@ -149,7 +149,7 @@ mod tests {
     const PARSING: &[&str] = &[
         "dcp-collectives/src/mesh/",
         "dcp-collectives/src/tcp/",
-        "dcp-core/src/wire/",
+        "dcp-core/src/protocol/wire/",
         "dcp-formats/src/",
         "dcp-mapping/src/",
         "dcp-megatron/src/",

@@ -1,47 +1,27 @@
 //! The tensor, object or name that a [`PlanError`] is about.
 
-use super::PlanError;
+use super::{DataProblem, PlanError, PlanProblem, PlanSubject, RanksProblem};
 use crate::error::TensorError;
-use crate::region::RegionError;
+use crate::tensors::region::RegionError;
 
 impl PlanError {
     /// The tensor, object or name that it is about, where it is about one.
     #[must_use]
     pub fn fqn(&self) -> Option<&str> {
         match self {
-            Self::DuplicateFqn { fqn, .. }
-            | Self::Assembly { fqn, .. }
-            | Self::TooIrregular { fqn, .. }
-            | Self::Disagreement { fqn, .. }
-            | Self::Untrue { fqn, .. }
-            | Self::Lost { fqn, .. }
-            | Self::AlonePart { fqn, .. }
-            | Self::Repeated { fqn, .. }
-            | Self::OutOfBounds { fqn, .. }
-            | Self::Overlap { fqn, .. }
-            | Self::Uncovered { fqn, .. }
-            | Self::ShardMemory { fqn, .. }
-            | Self::InvalidIndex { fqn, .. }
-            | Self::TooDeep { fqn, .. }
-            | Self::PathConflict { fqn, .. }
-            | Self::AxisCount { fqn, .. }
-            | Self::NotATensor { fqn, .. }
-            | Self::NotAnObject { fqn, .. }
-            | Self::UnknownKind { fqn, .. }
-            | Self::NotStorable { fqn, .. }
-            | Self::NotCastable { fqn, .. }
-            | Self::NoData { fqn, .. }
-            | Self::ReservedName { fqn, .. }
-            | Self::NotHeld { fqn, .. }
-            | Self::MainReplica { fqn, .. }
-            | Self::RequestedTwice { fqn, .. }
-            | Self::InvalidOptimizer { fqn, .. }
-            | Self::ObjectMemory { fqn, .. }
-            | Self::Outside { fqn, .. }
-            | Self::DestinationShape { fqn, .. }
-            | Self::Misplaced { fqn, .. }
-            | Self::Unread { fqn, .. }
-            | Self::SourceLength { fqn, .. } => Some(fqn),
+            Self::State { fqn, .. }
+            | Self::Chunks { fqn, .. }
+            | Self::Index { fqn, .. }
+            | Self::Planner { fqn, .. }
+            | Self::Ranks(RanksProblem::Disagreement {
+                subject: PlanSubject::Entry(fqn), ..
+            })
+            | Self::Plan(PlanProblem::NotHeld { fqn, .. } | PlanProblem::Misplaced { fqn, .. })
+            | Self::Data(
+                DataProblem::Unread { fqn, .. }
+                | DataProblem::Source { fqn, .. }
+                | DataProblem::Destination { fqn, .. },
+            ) => Some(fqn),
             Self::Tensor(error) => error.fqn(),
             _ => None,
         }
@@ -52,39 +32,19 @@ impl PlanError {
     #[must_use]
     pub fn with_fqn(mut self, new: impl Into<String>) -> Self {
         match &mut self {
-            Self::DuplicateFqn { fqn, .. }
-            | Self::Assembly { fqn, .. }
-            | Self::TooIrregular { fqn, .. }
-            | Self::Disagreement { fqn, .. }
-            | Self::Untrue { fqn, .. }
-            | Self::Lost { fqn, .. }
-            | Self::AlonePart { fqn, .. }
-            | Self::Repeated { fqn, .. }
-            | Self::OutOfBounds { fqn, .. }
-            | Self::Overlap { fqn, .. }
-            | Self::Uncovered { fqn, .. }
-            | Self::ShardMemory { fqn, .. }
-            | Self::InvalidIndex { fqn, .. }
-            | Self::TooDeep { fqn, .. }
-            | Self::PathConflict { fqn, .. }
-            | Self::AxisCount { fqn, .. }
-            | Self::NotATensor { fqn, .. }
-            | Self::NotAnObject { fqn, .. }
-            | Self::UnknownKind { fqn, .. }
-            | Self::NotStorable { fqn, .. }
-            | Self::NotCastable { fqn, .. }
-            | Self::NoData { fqn, .. }
-            | Self::ReservedName { fqn, .. }
-            | Self::NotHeld { fqn, .. }
-            | Self::MainReplica { fqn, .. }
-            | Self::RequestedTwice { fqn, .. }
-            | Self::InvalidOptimizer { fqn, .. }
-            | Self::ObjectMemory { fqn, .. }
-            | Self::Outside { fqn, .. }
-            | Self::DestinationShape { fqn, .. }
-            | Self::Misplaced { fqn, .. }
-            | Self::Unread { fqn, .. }
-            | Self::SourceLength { fqn, .. } => *fqn = new.into(),
+            Self::State { fqn, .. }
+            | Self::Chunks { fqn, .. }
+            | Self::Index { fqn, .. }
+            | Self::Planner { fqn, .. }
+            | Self::Ranks(RanksProblem::Disagreement {
+                subject: PlanSubject::Entry(fqn), ..
+            })
+            | Self::Plan(PlanProblem::NotHeld { fqn, .. } | PlanProblem::Misplaced { fqn, .. })
+            | Self::Data(
+                DataProblem::Unread { fqn, .. }
+                | DataProblem::Source { fqn, .. }
+                | DataProblem::Destination { fqn, .. },
+            ) => *fqn = new.into(),
             Self::Tensor(error) => return error.clone().with_fqn(new).into(),
             _ => {}
         }
@@ -102,7 +62,7 @@ impl From<RegionError> for PlanError {
 mod tests {
     use super::*;
     use crate::error::FailureKind;
-    use crate::region::{Region, RegionError};
+    use crate::tensors::region::{Region, RegionError};
 
     fn overflow() -> RegionError {
         Region::new([u64::MAX], [2]).unwrap_err()
@@ -110,7 +70,7 @@ mod tests {
 
     #[test]
     fn an_error_gets_the_name_that_a_view_shows() {
-        let inner = PlanError::NotATensor { fqn: "7".to_owned() };
+        let inner = PlanError::not_a_tensor("7");
         let shown = inner.with_fqn("optim.step");
         assert_eq!(shown.fqn(), Some("optim.step"));
         let message = "\"optim.step\" is not a tensor; request a tensor, or read it as an object";
@@ -130,19 +90,29 @@ mod tests {
 
     #[test]
     fn errors_of_no_single_name_stay_as_they_are() {
-        let error = PlanError::NoItem { item: 3, items: 2 };
+        let error = PlanError::from(PlanProblem::NoItem { item: 3, items: 2 });
         assert_eq!((error.clone().with_fqn("w"), error.fqn()), (error.clone(), None));
     }
 
     #[test]
+    fn the_error_of_a_plug_in_keeps_its_type_and_its_causes() {
+        let error = PlanError::plugin(overflow());
+        assert_eq!(error, PlanError::plugin(overflow()));
+        assert_eq!(error.to_string(), overflow().to_string());
+        let PlanError::Plugin(plugin) = &error else { panic!("{error}") };
+        assert_eq!(plugin.downcast_ref::<RegionError>(), Some(&overflow()));
+        assert_eq!(error.fqn(), None);
+    }
+
+    #[test]
     fn each_kind_says_who_can_remove_the_failure() {
-        let (message, problem) = ("a message".to_owned(), "it ends too early".to_owned());
         let kinds = [
-            (PlanError::Message { message, problem }, FailureKind::Protocol),
-            (PlanError::OutOfStep { problem: "no plan".to_owned() }, FailureKind::Protocol),
-            (PlanError::NoItem { item: 3, items: 2 }, FailureKind::InvalidPlan),
-            (PlanError::Unrequested { entry: 0, leaf: 0 }, FailureKind::Other),
+            (PlanError::message("a message", "it ends too early"), FailureKind::Protocol),
+            (PlanError::out_of_step("no plan"), FailureKind::Protocol),
+            (PlanProblem::NoItem { item: 3, items: 2 }.into(), FailureKind::InvalidPlan),
+            (DataProblem::Unrequested { entry: 0, leaf: 0 }.into(), FailureKind::Other),
             (PlanError::from(overflow()), FailureKind::InvalidPlan),
+            (PlanError::plugin(overflow()), FailureKind::InvalidPlan),
         ];
         for (error, kind) in kinds {
             assert_eq!(FailureKind::of(&error), kind, "{error}");

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
 use dcp_core::checkpoint::DataSource;
+use dcp_core::error::StateProblem;
 use dcp_core::storage::OwnThreads;
-use dcp_core::{CheckpointError, DType, Payload, PlanError, Storage, StorageErrorKind};
+use dcp_core::{CheckpointError, DType, Payload, Storage, StorageErrorKind};
 use dcp_formats::hf::{
     CONFIG_ASIDE, HfLayout, HfPart, HfPlan, HfReader, HfWriteOptions, HfWritten, IndexFile,
     write_folder,
@@ -208,7 +209,7 @@ impl DataSource for Broken {
     ) -> Result<Payload, CheckpointError> {
         if item == self.at {
             let problem = "broken on purpose".to_owned();
-            return Err(PlanError::NotStorable { fqn: "w".to_owned(), problem }.into());
+            return Err(StateProblem::NotStorable { problem }.of("w").into());
         }
         self.inner.resolve(item, range).await
     }

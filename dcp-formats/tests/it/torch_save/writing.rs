@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_conformance::MemoryStorage;
+use dcp_core::error::StateProblem;
 use dcp_core::metadata::Entry;
 use dcp_core::path::PathItem;
 use dcp_core::{CheckpointError, DType, PlanError, Storage, StorageReader as _, Value};
@@ -159,9 +160,11 @@ fn what_cannot_be_written_is_refused_by_name() {
     let refused = |items: &[TorchSaveItem]| {
         let error = TorchSavePlan::new(&key("f.pt"), items, &TorchSaveOptions::default());
         match error.unwrap_err() {
-            CheckpointError::Plan(
-                PlanError::NotStorable { fqn, problem } | PlanError::PathConflict { fqn, problem },
-            ) => (fqn, problem),
+            CheckpointError::Plan(PlanError::State {
+                fqn,
+                problem:
+                    StateProblem::NotStorable { problem } | StateProblem::PathConflict { problem },
+            }) => (fqn, problem),
             other => panic!("{other:?}"),
         }
     };

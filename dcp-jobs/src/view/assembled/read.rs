@@ -40,7 +40,7 @@ impl StorageReader for Assembled {
                 (Some(Origin::Pieces(pieces)), ReadKind::Tensor { chunk, region, .. }) => {
                     let (entry, number) = (item.entry.into(), Some((*chunk).into()));
                     let piece = pieces.get(*chunk as usize);
-                    let piece = piece.ok_or(PlanError::NoEntry { entry, chunk: number })?;
+                    let piece = piece.ok_or(PlanError::no_entry(entry, number))?;
                     if !piece.region.contains(region) {
                         return Err(outside(&fqn(), region, &piece.region));
                     }
@@ -50,7 +50,7 @@ impl StorageReader for Assembled {
                 }
                 (Some(Origin::Value(_)), _) => return Err(not_a_tensor(&fqn())),
                 (Some(Origin::Pieces(_)), _) => {
-                    return Err(PlanError::NotAnObject { fqn: fqn().to_string() }.into());
+                    return Err(PlanError::not_an_object(fqn().to_string()).into());
                 }
                 (None, _) => return Err(no_entry(item.entry)),
             }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::{DataSource, SaveSession, WriteReport};
-use dcp_core::error::StorageOp;
+use dcp_core::error::{PlanProblem, StorageOp};
 use dcp_core::metadata::{Encoding, Entry, FileId, Layout, Placement};
 use dcp_core::plan::{GlobalPlan, SavePlan, WriteOrder, WritePlan};
 use dcp_core::storage::{PutMode, StorageExt as _};
@@ -79,7 +79,7 @@ impl ToyWriter {
 }
 
 fn no_item(number: u32, plan: &SavePlan) -> CheckpointError {
-    PlanError::NoItem { item: number.into(), items: plan.len() as u64 }.into()
+    PlanError::no_item(number.into(), plan.len() as u64).into()
 }
 
 fn too_many_files() -> CheckpointError {
@@ -139,7 +139,7 @@ impl StorageWriter for ToyWriter {
                     Some((_, Entry::Object(object))) => object.placement = Some(placement),
                     _ => {
                         let (entry, chunk) = (item.entry.into(), None);
-                        return Err(PlanError::NoEntry { entry, chunk }.into());
+                        return Err(PlanError::no_entry(entry, chunk).into());
                     }
                 }
                 byte_offset = byte_offset.saturating_add(byte_len);
@@ -152,7 +152,7 @@ impl StorageWriter for ToyWriter {
 
     fn renamed(&self, file: &Key, generation: u64) -> Result<Key, CheckpointError> {
         let (rank, _) =
-            parse(file).ok_or_else(|| PlanError::FileName { file: file.to_string() })?;
+            parse(file).ok_or_else(|| PlanError::Plan(PlanProblem::FileName { file: file.to_string() }))?;
         Ok(data_file(rank, generation)?)
     }
 

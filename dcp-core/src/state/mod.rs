@@ -1,0 +1,4 @@
+//! State dicts: values, and the paths of nested ones.
+
+pub mod path;
+pub mod value;

@@ -52,7 +52,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// Those of the job, and those of [`Conversion::run`](crate::jobs::Conversion::run).
+    /// Those of the job, and those of [`Conversion::run`](crate::convert::Conversion::run).
     pub async fn write_files<J: FileJob>(
         &self,
         target: &str,

@@ -132,7 +132,7 @@ impl CheckpointFormat for OlmoFormat {
         let steps = entries.iter().filter(|entry| entry.kind.format() == self.info().name);
         let steps = steps.filter_map(|entry| Some((olmo_step(&entry.name)?, entry)));
         let steps: Vec<_> = steps.collect();
-        let complete = steps.iter().filter(|(_, entry)| entry.complete == Some(true));
+        let complete = steps.iter().filter(|(_, entry)| entry.is_complete());
         let last = complete.max_by_key(|(step, _)| *step);
         if let Some((_, entry)) = last {
             let folder = Ok(entry.name.clone());
@@ -144,12 +144,17 @@ impl CheckpointFormat for OlmoFormat {
         }))
     }
 
+    /// Without the commit, the save of a step did not finish, whatever its model has.
     fn unfinished(
         &self,
-        _folder: &Folder<'_>,
+        folder: &Folder<'_>,
         _metadata: &CheckpointMetadata,
     ) -> Option<UnfinishedSave> {
-        None
+        folder.folder(MODEL_FOLDER)?;
+        let is_finished = folder.has(COMMIT) && !folder.name().ends_with("-tmp");
+        let description = format!("has a {MODEL_FOLDER} and is not committed by a {COMMIT}");
+        let remedy = format!("take another step; {MODEL_FOLDER} is read by its own path");
+        (!is_finished).then(|| UnfinishedSave::new(COMMIT, description, remedy))
     }
 
     fn owns(&self, _folder: &Folder<'_>, name: &str) -> bool {

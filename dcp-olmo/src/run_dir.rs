@@ -51,7 +51,7 @@ impl RunDir {
         let steps = self.steps().await?;
         let latest = steps
             .iter()
-            .filter(|entry| entry.complete == Some(true))
+            .filter(|entry| entry.is_complete())
             .filter_map(|entry| olmo_step(&entry.name))
             .max();
         latest.map(|step| self.step(step)).transpose()

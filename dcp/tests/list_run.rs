@@ -255,8 +255,8 @@ fn a_run_of_a_hundred_steps_is_listed_with_few_requests() {
         // The index of one and the beginnings of its files, and the beginning of the index of each other
         // that is examined.
         ("pytorch/fsdp2_adam_2r", "", 64 + 2),
-        // Its metadata.json, and the ends of its common.pt: for the format, and with all other files.
-        (megatron, "", 67 + 6),
+        // Its metadata.json, its common.pt, and the ends of that: for the format, and with all other files.
+        (megatron, "", 67 + 7),
         // The headers of its files, and the index that places their tensors.
         (hf, "", 71),
         // A note and the trainer's state of each.
@@ -278,6 +278,24 @@ fn a_run_of_a_hundred_steps_is_listed_with_few_requests() {
         assert_eq!((counts.lists, counts.folder_lists, counts.stats), (1, 0, 0), "{fixture}");
         assert_eq!(counts.reads + counts.whole_reads, reads, "{fixture}: {counts:?}");
     }
+}
+
+/// The headers that show whether a tensor is in two files show whether each is whole, too.
+#[test]
+fn headers_of_a_model_without_an_index_are_read_once() {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    let root = dcp_testing::fixtures().join("hf/consolidated_index_4r/ckpt");
+    for (name, number) in [("a", 1), ("b", 2), ("c", 3)] {
+        let shard = format!("model-0000{number}-of-00003.safetensors");
+        let bytes = std::fs::read(root.join(shard)).unwrap();
+        let key = Key::new(format!("step1/{name}.safetensors")).unwrap();
+        block_on(storage.put(&key, bytes.into(), PutMode::Create)).unwrap();
+    }
+    let counting = CountingStorage::new(storage);
+    let listing = list_run(&(Arc::new(counting.clone()) as _));
+    assert_eq!(listing.entries[0].complete, Some(true), "{listing:?}");
+    let counts = counting.counts();
+    assert_eq!((counts.lists, counts.reads + counts.whole_reads), (1, 3), "{counts:?}");
 }
 
 /// What is examined for others is only what they have, too.

@@ -26,7 +26,8 @@ JSON:
   ENTRY is {\"name\", \"kind\", \"complete\", \"problem\", \"step\", \"ephemeral\", \"version\",
             \"files\", \"bytes\", \"modified\", \"checkpoint\"}; kind is one of olmo, dcp,
             megatron, huggingface, torch_save, torch_save_file; modified is in seconds since 1970;
-            checkpoint is what to open, relative to the directory.")]
+            checkpoint is what to open, relative to the directory; \"strays\": [NAME, …] where only
+            files have a problem that are none of the checkpoint: it counts as complete.")]
 pub(crate) struct Ls {
     /// The directory of a run, or any other with checkpoints in it.
     uri: String,

@@ -53,7 +53,8 @@ JSON:
    \"leftovers\": [{\"path\", \"kind\", \"bytes\", \"modified\"}, …],
    \"not_deleted\": [{\"name\", \"step\", \"reason\", \"failed\"}, …]}
   STEP is {\"name\", \"step\", \"format\", \"complete\", \"problem\", \"files\", \"bytes\", \"modified\",
-           \"metrics\", \"pinned\", \"tracked\", \"named_by\", \"deleting\", \"delete\", \"reason\"}; skipped are
+           \"metrics\", \"pinned\", \"tracked\", \"named_by\", \"deleting\", \"delete\", \"reason\"}, and
+           \"strays\" as of dcp ls; skipped are
            checkpoints newer than the newest valid one, with --verify. In a dry run deleted is empty,
            and files, bytes and leftovers are what would be removed. The kind of a leftover is
            temporary_file or open_upload; stores do not say the bytes of an open upload.")]

@@ -46,7 +46,7 @@ pub(crate) fn accelerate(step: &Path) {
     copy("fsdp2_adam_2r", &step.join("optimizer_0"));
 }
 
-fn shards(step: &Path) {
+pub(crate) fn shards(step: &Path) {
     let to = step.display().to_string();
     dcp(["convert", "-q", "t21_plain", &to, "--to", "hf", "--max-shard-size", "600"]).ok();
 }
@@ -64,7 +64,7 @@ fn variant(step: &Path) {
     }
 }
 
-fn bins(step: &Path) {
+pub(crate) fn bins(step: &Path) {
     fs::create_dir_all(step).unwrap();
     let (one, two) = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin");
     for (file, key) in [(one, "model.norm.weight"), (two, "model.embed.weight")] {

@@ -85,3 +85,28 @@ fn links_that_lead_out_are_followed_when_asked_for() {
     dcp(["verify", &uri]).fails(2, &["symbolic link", "--follow-links"]);
     dcp(["verify", "--deep", &uri, "--follow-links"]).ok();
 }
+
+#[test]
+fn a_link_that_only_has_the_name_of_a_format_keeps_no_command_from_a_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("run/step10");
+    fs::create_dir(folder.path().join("run")).unwrap();
+    let uri = model.display().to_string();
+    dcp(["convert", "-q", "t21_plain", &uri, "--to", "hf"]).ok();
+    fs::write(folder.path().join("notes.json"), "{}").unwrap();
+    symlink(folder.path().join("notes.json"), model.join("metadata.json")).unwrap();
+    let listing = dcp(["ls", "--json", &path(&folder, "run")]).json();
+    assert_eq!(listing["entries"][0]["complete"], true, "{listing:#}");
+    dcp(["inspect", &uri]).ok();
+    dcp(["verify", "--deep", &uri]).ok();
+    dcp(["convert", &uri, &path(&folder, "out"), "--to", "dcp"]).ok();
+    // Beside files of Megatron-Core it may be what describes them.
+    let step = folder.path().join("run/step20");
+    dcp_testing::copy_folder(megatron("tp2_basic/ckpt").as_ref(), &step);
+    fs::remove_file(step.join("metadata.json")).unwrap();
+    symlink(folder.path().join("notes.json"), step.join("metadata.json")).unwrap();
+    let failed = dcp(["inspect", &step.display().to_string()]);
+    let is_named =
+        ["metadata.json", "symbolic link"].iter().all(|said| failed.stderr.contains(said));
+    assert!(failed.code != 0 && is_named, "{}", failed.stderr);
+}

@@ -55,6 +55,7 @@ mod special_files;
 mod stated_config;
 mod stats;
 mod stray_files;
+mod stray_names;
 mod support;
 mod terminal;
 mod torch_save;

@@ -114,3 +114,38 @@ fn a_linked_part_of_a_step_is_named() {
     let listing = dcp(["ls", &path(&step, ""), "--json"]).json();
     assert!(listing["unread"]["optimizer_0"].is_string(), "{listing:#}");
 }
+
+/// As NeMo Automodel writes it: the files of ranks, and the whole model in a folder beside them.
+#[test]
+fn a_stray_file_hides_no_model_in_a_folder_below_and_a_consolidated_model_is_examined() {
+    let run = tempfile::tempdir().unwrap();
+    let step = run.path().join("epoch_0_step_2");
+    let model = step.join("model");
+    dcp_testing::copy_folder(&fixtures().join("../hf/sharded_2r/ckpt"), &model);
+    dcp_testing::copy_folder(
+        &fixtures().join("../hf/consolidated_index_4r/ckpt"),
+        &model.join("consolidated"),
+    );
+    let entry = || {
+        let listing = dcp(["ls", "--json", &path(&run, "")]).json();
+        listing["entries"].as_array().unwrap().first().cloned().unwrap_or_default()
+    };
+    let whole = entry();
+    assert_eq!(whole["name"], "epoch_0_step_2/model", "{whole:#}");
+    assert_eq!(whole["complete"], true, "{whole:#}");
+    let other = fixtures().join("../torch_save/t21/zip.pt");
+    fs::copy(other, step.join("notes.pt")).unwrap();
+    assert_eq!(entry()["name"], "epoch_0_step_2/model");
+    let mut shards = fs::read_dir(model.join("consolidated")).unwrap();
+    let shard = shards.find_map(|one| {
+        let path = one.unwrap().path();
+        path.extension().is_some_and(|ending| ending == "safetensors").then_some(path)
+    });
+    fs::remove_file(shard.unwrap()).unwrap();
+    let lost = entry();
+    assert_eq!(lost["complete"], serde_json::Value::Null, "{lost:#}");
+    assert!(lost["problem"].as_str().unwrap().starts_with("consolidated: "), "{lost:#}");
+    let uri = model.display().to_string();
+    dcp(["inspect", &uri]).not_whole(&["consolidated"]);
+    assert_eq!(dcp(["verify", &uri]).code, 1);
+}

@@ -100,6 +100,10 @@ fn a_file_behind_a_signed_url_is_read_and_its_signature_is_in_no_trace() {
     let targets: Vec<_> = of_file.map(|one| &one.target).collect();
     assert!(targets.iter().any(|target| target.ends_with(&query)), "{targets:?}");
     assert!(targets.iter().all(|target| !target.contains("%3F")), "{targets:?}");
+    let copied = traced(&[&["copy", &file, &path("copy")][..], &options].concat());
+    let has_reason =
+        copied.stderr.contains("is a file") && copied.stderr.contains("name the folder");
+    assert!(copied.code == 2 && has_reason, "{}", copied.stderr);
     let absent = web("model.absent");
     assert_eq!(traced(&[&["inspect", &absent][..], &options].concat()).code, 3);
     let key = format!("s3://bucket/model?sig={SECRET}");

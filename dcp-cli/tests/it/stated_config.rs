@@ -103,6 +103,8 @@ fn a_configuration_that_contradicts_the_shapes_is_refused() {
         (json!({"mlp_bias": true}), ["mlp_bias true", "no bias beside"]),
         (json!({"model_type": "qwen2"}), ["model_type \"qwen2\"", "no bias beside"]),
         (json!({"model_type": "mixtral"}), ["model_type \"mixtral\"", "no experts"]),
+        (json!({"num_attention_heads": 0}), ["num_attention_heads 0", "at least one head"]),
+        (json!({"num_key_value_heads": 0}), ["num_key_value_heads 0", "at least one head"]),
     ] {
         models.refused(&llama(), &changed(&changes), &texts);
     }
@@ -154,4 +156,72 @@ fn a_configuration_of_another_family_is_named_as_that() {
     models.convert(&weights, &gpt2).ok();
     weights[1].1 = vec![16, 16];
     models.refused(&weights, &gpt2, &["n_positions 8", "wpe.weight\" has 16"]);
+}
+
+/// Families share most names and shapes.
+#[test]
+fn a_configuration_of_a_family_with_other_tensors_is_refused() {
+    let models = Models(tempfile::tempdir().unwrap());
+    let of = |name: &str| changed(&json!({"model_type": name, "head_dim": 4}));
+    for (family, missing) in [
+        ("qwen3_moe", "no \"model.layers.0.self_attn.q_norm.weight\", which Qwen3-MoE has"),
+        ("qwen3", "no \"model.layers.0.self_attn.q_norm.weight\", which Qwen3 has"),
+        ("phi3", "no \"model.layers.0.self_attn.qkv_proj.weight\", which Phi-3 and 4 has"),
+    ] {
+        models.refused(&llama(), &of(family), &[&format!("model_type \"{family}\""), missing]);
+    }
+    models.convert(&llama(), &of("mistral")).ok();
+    let mut qwen3 = llama();
+    for (layer, name) in [(0, "q_norm"), (0, "k_norm"), (1, "q_norm"), (1, "k_norm")] {
+        qwen3.push((format!("model.layers.{layer}.self_attn.{name}.weight"), vec![4]));
+    }
+    models.convert(&qwen3, &of("qwen3")).ok();
+    models.refused(&qwen3, &of("qwen3_moe"), &["no experts, which Qwen3-MoE has"]);
+    models
+        .convert(
+            &qwen3,
+            &changed(&json!({"model_type": "qwen3_moe", "head_dim": 4, "num_experts": 0})),
+        )
+        .ok();
+    models.refused(&qwen3, &of("llama"), &["q_norm.weight\" is a tensor of Qwen3", "no place"]);
+    // Of one layer, nothing is missing, but there may be too much.
+    let layer = |all: &Tensors| -> Tensors {
+        all.iter().filter(|(name, _)| name.contains("layers.1.")).cloned().collect()
+    };
+    models.convert(&layer(&llama()), &of("qwen3")).ok();
+    models.refused(&layer(&qwen3), &of("llama"), &["is a tensor of Qwen3"]);
+    // Fused and split projections.
+    let mut fused = llama();
+    fused.retain(|(name, _)| !["q_proj", "k_proj", "v_proj"].iter().any(|one| name.contains(one)));
+    for layer in 0..2 {
+        fused.push((format!("model.layers.{layer}.self_attn.qkv_proj.weight"), vec![32, 16]));
+    }
+    models.refused(&fused, &of("llama"), &["no \"model.layers.0.self_attn.q_proj.weight\""]);
+    // A tensor that no family has may be a head of the user's own.
+    let mut more = llama();
+    more.push(("value_head.weight".to_owned(), vec![1, 16]));
+    models.convert(&more, &of("llama")).ok();
+}
+
+#[test]
+fn a_configuration_of_the_source_that_contradicts_its_weights_is_named_in_a_note() {
+    let models = Models(tempfile::tempdir().unwrap());
+    let (source, out) = (models.0.path().join("source"), path(&models.0, "copy"));
+    fs::create_dir(&source).unwrap();
+    let all = llama();
+    let all: Vec<_> = all.iter().map(|(name, shape)| (&**name, "F32", 4, &**shape)).collect();
+    weights(&source.join("model.safetensors"), &all, &Value::Null);
+    for (changes, said) in [
+        (json!({}), None),
+        (json!({"intermediate_size": 64}), Some(["intermediate_size 64", "has 32 on its axis 0"])),
+        (json!({"model_type": "qwen3", "head_dim": 4}), Some(["model_type \"qwen3\"", "q_norm"])),
+    ] {
+        fs::write(source.join("config.json"), changed(&changes).to_string()).unwrap();
+        let run =
+            dcp(["convert", &source.display().to_string(), &out, "--to", "hf", "--overwrite"]);
+        let has_note = run.stderr.contains("it is copied as it is, and --config");
+        assert_eq!(has_note, said.is_some(), "{changes}: {}", run.stderr);
+        assert!(said.iter().flatten().all(|said| run.stderr.contains(said)), "{}", run.stderr);
+        run.ok();
+    }
 }

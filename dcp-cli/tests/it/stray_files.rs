@@ -188,9 +188,16 @@ fn a_stray_file_is_no_reason_to_lose_a_whole_checkpoint() {
             copied.ok();
             let last = ["--keep-last", "1"];
             let all = [&INCOMPLETE[..], &last, &["--verify", "--deep"]].concat();
-            for options in [&INCOMPLETE[..], &last, &all] {
-                assert_eq!(pruned(&run, options), [""; 0], "{shown} {options:?}");
-            }
+            assert_eq!(pruned(&run, &INCOMPLETE), [""; 0], "{shown}");
+            // It is one of the complete steps, and this is not the last one. What the format owns it may need, and one
+            // without an index is not deleted in parts.
+            let is_owned = format == "olmo" && file.starts_with("train/");
+            // A note of Lightning that cannot be read may name the best step.
+            let is_note = file == "meta.pt";
+            let stays = is_owned || is_note || format == "legacy";
+            let gone: &[_] = if stays { &[] } else { &["step10"] };
+            let options = if file == "done.pt" { &all[..] } else { &last };
+            assert_eq!(pruned(&run, options), gone, "{shown} {options:?}");
         }
     }
 }

@@ -114,7 +114,7 @@ impl FormatRegistry {
         let matches = self.recognize(&place.listing().root());
         let is_here = |found: &super::Recognized| found.is_checkpoint() && found.inner.is_none();
         match matches.first().filter(|best| is_here(&best.found)) {
-            Some(best) => Ok(best.format.open(&place, options).await?.with_notes(notes)),
+            Some(_) => Ok(self.open_first(&matches, &place, options).await?.with_notes(notes)),
             None => {
                 let found = self.explain(&outer.listing().root());
                 let message = format!("{} is {found}", Quoted(&without_secrets(url)));

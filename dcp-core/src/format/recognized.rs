@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::key::Key;
 use crate::plans::metadata::CheckpointMetadata;
 
 /// The names of a format.
@@ -138,6 +139,11 @@ pub struct Examined {
     /// Whether the format has compared every file that its reader needs. A problem of another file in the folder
     /// then concerns a resume alone, and the checkpoint [opens](Self::opens).
     pub all_compared: bool,
+    /// Files whose own headers the format has read and found to agree with them: nobody has to read these again.
+    pub compared: Vec<Key>,
+    /// The files that have the [problem](Self::problem), where the format neither names nor owns any of them: without
+    /// them the checkpoint is complete, and it counts as that.
+    pub strays: Vec<Key>,
     /// Whether the trainer may remove it when a later one is there, where it says so.
     pub ephemeral: Option<bool>,
     /// The version of the program that wrote it, where it says so.
@@ -147,13 +153,13 @@ pub struct Examined {
     pub index: Option<Arc<CheckpointMetadata>>,
 }
 
-/// The index is not compared.
+/// The index and the files that were compared are not part of it.
 impl PartialEq for Examined {
     fn eq(&self, other: &Self) -> bool {
         let facts = |one: &Self| {
             let one = one.clone();
             let outcome = (one.problem, one.opens, one.unsupported, one.format, one.all_compared);
-            (outcome, one.ephemeral, one.version)
+            (outcome, one.strays, one.ephemeral, one.version)
         };
         facts(self) == facts(other)
     }
@@ -193,6 +199,26 @@ impl Examined {
     pub fn with_all_compared(mut self, all_compared: bool) -> Self {
         self.all_compared = all_compared;
         self
+    }
+
+    /// Sets [`compared`](Self::compared).
+    #[must_use]
+    pub fn with_compared(mut self, compared: Vec<Key>) -> Self {
+        self.compared = compared;
+        self
+    }
+
+    /// Sets [`strays`](Self::strays).
+    #[must_use]
+    pub fn with_strays(mut self, strays: Vec<Key>) -> Self {
+        self.strays = strays;
+        self
+    }
+
+    /// Whether it is complete: it has no problem, or only [`strays`](Self::strays) have one.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.unsupported.is_none() && (self.problem.is_none() || !self.strays.is_empty())
     }
 
     /// Sets [`ephemeral`](Self::ephemeral).
@@ -293,6 +319,9 @@ pub struct UnfinishedSave {
     pub description: String,
     /// The remedy where the file alone was lost.
     pub remedy: String,
+    /// Whether only a save of this format leaves such a folder. Otherwise it may as well be a whole checkpoint of the
+    /// other format beside a file of such a name, and is not deleted as what a dead save left.
+    pub certain: bool,
 }
 
 impl UnfinishedSave {
@@ -303,6 +332,14 @@ impl UnfinishedSave {
         description: impl Into<String>,
         remedy: impl Into<String>,
     ) -> Self {
-        Self { file, description: description.into(), remedy: remedy.into() }
+        let (description, remedy) = (description.into(), remedy.into());
+        Self { file, description, remedy, certain: true }
+    }
+
+    /// Sets [`certain`](Self::certain).
+    #[must_use]
+    pub fn with_certain(mut self, certain: bool) -> Self {
+        self.certain = certain;
+        self
     }
 }

@@ -36,6 +36,15 @@ pub struct FolderMatch {
     pub found: Recognized,
 }
 
+impl FolderMatch {
+    /// Whether checkpoints of this format are made of those of `other`, as Megatron-Core's are of PyTorch's.
+    #[must_use]
+    pub fn has_part(&self, other: &dyn CheckpointFormat) -> bool {
+        let parts = self.format.target().map_or(&[][..], CheckpointTarget::parts);
+        parts.contains(&other.info().name)
+    }
+}
+
 impl FormatRegistry {
     /// No format at all.
     #[must_use]
@@ -82,8 +91,8 @@ impl FormatRegistry {
 
     /// The format that a folder in the listing of a run belongs to: of the last registered format
     /// that finds a checkpoint, or the remains of one, in the folder itself; else of one that finds
-    /// it in a folder below; else of one whose files lie there. The remains of a save do not hide the index
-    /// of a format that this one does not build on.
+    /// it in a folder below; else of one whose files lie there. The remains of a save, and files that lack others, do
+    /// not hide the index of a format that this one does not build on.
     #[must_use]
     pub fn classify(&self, folder: &Folder<'_>) -> Option<FolderMatch> {
         let mut found = self.matches(folder);
@@ -95,17 +104,29 @@ impl FormatRegistry {
         };
         found.retain(|one| rank(one).is_some());
         let first = found.iter().min_by_key(|one| rank(one))?;
-        if first.found.evidence == Evidence::Remains {
-            let parts = first.format.target().map_or(&[][..], CheckpointTarget::parts);
+        let FolderMatch { found: Recognized { evidence, problem, .. }, .. } = first;
+        if *evidence == Evidence::Remains || *evidence == Evidence::Files && problem.is_some() {
             let is_other = |one: &&FolderMatch| {
-                let is_part = parts.contains(&one.format.info().name);
-                one.found.evidence == Evidence::Index && !is_part
+                one.found.evidence == Evidence::Index && !first.has_part(&*one.format)
             };
             if let Some(other) = found.iter().find(is_other) {
                 return Some(other.clone());
             }
         }
         Some(first.clone())
+    }
+
+    /// The formats other than that of `first` that find an index in a folder, and by its names miss nothing. Where
+    /// `first` has a problem, the checkpoint may be of one of them, beside files that only have the names of the first.
+    #[must_use]
+    pub fn others(&self, folder: &Folder<'_>, first: &FolderMatch) -> Vec<FolderMatch> {
+        let name = first.format.info().name;
+        let mut found = self.matches(folder);
+        found.retain(|one| {
+            let is_whole = one.found.evidence == Evidence::Index && one.found.problem.is_none();
+            is_whole && one.found.inner.is_none() && one.format.info().name != name
+        });
+        found
     }
 
     /// The formats that recognize the folder, the one registered last first.
@@ -192,13 +213,37 @@ impl FormatRegistry {
                 break;
             };
             let Some(inner) = &best.found.inner else {
-                return best.format.open(&place, options).await;
+                return self.open_first(&matches, &place, options).await;
             };
             place = self.look_below(&place, inner).await?;
             matches = self.recognize(&place.listing().root());
         }
         let message = self.explain(&outer.listing().root());
         Err(CheckpointError::NotACheckpoint { message })
+    }
+
+    /// Opens the checkpoint in a folder by the first of `matches`. One that finds none of its checkpoints there, because
+    /// a file only has a name of its, leaves the folder to the [others](Self::others).
+    pub(super) async fn open_first(
+        &self,
+        matches: &[FolderMatch],
+        place: &Place,
+        options: &OpenOptions,
+    ) -> Result<OpenedCheckpoint, CheckpointError> {
+        let Some(best) = matches.first() else {
+            let message = self.explain(&place.listing().root());
+            return Err(CheckpointError::NotACheckpoint { message });
+        };
+        let error = match best.format.open(place, options).await {
+            Err(error @ CheckpointError::NotACheckpoint { .. }) => error,
+            opened => return opened,
+        };
+        for other in self.others(&place.listing().root(), best) {
+            if let Ok(opened) = other.format.open(place, options).await {
+                return Ok(opened);
+            }
+        }
+        Err(error)
     }
 
     /// The format of a checkpoint that is one file, by its name and its first bytes.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use dcp_core::registry::Access;
 use dcp_core::storage::{FolderEntry, StorageExt};
 use dcp_core::text::Quoted;
-use dcp_core::{DType, Key, Storage, StorageError, StorageErrorKind};
+use dcp_core::{CheckpointMetadata, DType, Key, Storage, StorageError, StorageErrorKind};
 use dcp_formats::hf::{CONFIG_ASIDE, CONFIG_NAME, INDEX_ENDING, config_with_dtype};
 use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer, is_pointer_file};
 use futures_util::StreamExt as _;
@@ -417,6 +417,22 @@ pub(crate) fn say_dtype(files: &mut Files, dtype: DType) -> Result<(), Error> {
 pub(crate) fn configuration(files: &Files) -> Option<serde_json::Value> {
     let (_, bytes) = files.iter().find(|(key, _)| key.as_str() == CONFIG_NAME)?;
     serde_json::from_slice(bytes).ok()
+}
+
+/// Notes where the configuration that comes with the weights contradicts them: it is copied as it is.
+pub(crate) fn note_contradiction(
+    opener: &Opener,
+    files: &Files,
+    tensors: &CheckpointMetadata,
+    notes: &mut Notes,
+) {
+    let Some(config) = configuration(files) else { return };
+    if let Err(error) = opener.frameworks.refuse_other_names(&config, tensors) {
+        notes.say(format!(
+            "{}; it is copied as it is, and `Destination::config` takes the one of this model",
+            error.message()
+        ));
+    }
 }
 
 /// Adds the files that were found or made for the weights and that are not there yet.

@@ -113,7 +113,9 @@ impl Opener {
             let (format, found) = self.open_variant(&at, &place, variant).await?;
             return Ok(opened(here(), format, found));
         }
-        match self.open_selected(&*best.format, &place).await {
+        let (best, found) = self.open_best(best, &place).await;
+        let is_framework = self.frameworks.names().contains(&best.format.info().name);
+        match found {
             Ok(found) => {
                 if !is_framework {
                     self.settle_ranks(uri, &found.differing)?;

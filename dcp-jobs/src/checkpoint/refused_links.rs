@@ -6,11 +6,14 @@
 //! step.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fs;
 use std::path::Path;
 
 use dcp_core::error::error_chain;
+use dcp_core::format::Listing;
 use dcp_core::registry::Access;
+use dcp_core::storage::ObjectMeta;
 use dcp_core::{Key, StorageError, StorageErrorKind};
 
 use crate::checkpoint::opener::Opener;
@@ -73,6 +76,19 @@ impl Opener {
         refused
     }
 
+    /// Whether a format that has files of this name finds its checkpoint in the folder of a link of the name. In other
+    /// folders the link is the user's, and nothing reads it.
+    fn is_read_as(&self, link: &Path, name: &str) -> bool {
+        let Some(folder) = link.parent() else { return false };
+        let listing = names_in(folder);
+        let mut formats = self.formats.formats().iter();
+        formats.any(|format| {
+            let found = || format.recognize(&listing.root());
+            format.info().landmarks.contains(&name)
+                && found().is_some_and(|found| found.is_checkpoint())
+        })
+    }
+
     /// The links in a folder and below it whose names are those of files of a checkpoint, or that lead to a
     /// folder of such files, as an array of zarr is. Links to folders are not followed.
     fn links(&self, root: &Path) -> Vec<Key> {
@@ -81,9 +97,11 @@ impl Opener {
         let landmarks: Vec<_> = landmarks.filter(|name| name.ends_with(".json")).collect();
         let is_of_checkpoint = |path: &str| {
             let name = path.rsplit('/').next().unwrap_or(path);
-            name.contains(INDEX)
-                || ENDINGS.iter().any(|end| name.ends_with(end))
-                || landmarks.iter().any(|landmark| **landmark == name)
+            name.contains(INDEX) || ENDINGS.iter().any(|end| name.ends_with(end))
+        };
+        let is_landmark = |path: &Path| {
+            let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+            landmarks.iter().any(|landmark| **landmark == name) && self.is_read_as(path, name)
         };
         let (mut found, mut open, mut left) = (Vec::new(), vec![root.to_path_buf()], ENTRIES_MAX);
         while let Some(folder) = open.pop() {
@@ -101,6 +119,7 @@ impl Opener {
                         let name = path.strip_prefix(root).ok().and_then(Path::to_str);
                         let name = name.filter(|name| {
                             is_of_checkpoint(name)
+                                || is_landmark(&path)
                                 || holds_checkpoint(&path, &is_of_checkpoint, &mut left)
                         });
                         found.extend(name.and_then(|name| Key::new(name).ok()));
@@ -112,6 +131,29 @@ impl Opener {
         found.sort();
         found
     }
+}
+
+/// The names in a folder and in those in it.
+fn names_in(folder: &Path) -> Listing {
+    let mut names = Vec::new();
+    let mut add = |folder: &Path, prefix: &str| {
+        let mut folders = Vec::new();
+        let Ok(entries) = fs::read_dir(folder) else { return folders };
+        for entry in entries.flatten().take(LINKED_ENTRIES_MAX) {
+            let file_name = entry.file_name();
+            let Some(name) = file_name.to_str() else { continue };
+            match entry.file_type() {
+                Ok(kind) if kind.is_dir() => folders.push((entry.path(), name.to_owned())),
+                _ => names.extend(Key::new(format!("{prefix}{name}")).ok()),
+            }
+        }
+        folders
+    };
+    for (inner, name) in add(folder, "") {
+        add(&inner, &format!("{name}/"));
+    }
+    let name = folder.file_name().and_then(OsStr::to_str).map(ToOwned::to_owned);
+    Listing::new(names.into_iter().map(|key| ObjectMeta::new(key, 1))).with_name(name)
 }
 
 /// Whether a link leads to a folder with a file of a checkpoint in it. The entries that are looked at count as those

@@ -87,7 +87,7 @@ impl Merge<'_> {
     /// # Errors
     ///
     /// [`Disagreement`](ErrorKind::Disagreement) for keys that several have, and those of
-    /// [`Conversion::run`](crate::jobs::Conversion::run).
+    /// [`Conversion::run`](crate::convert::Conversion::run).
     pub async fn run(self) -> Result<Written, Error> {
         let format = self.destination.format()?;
         let selection = self.keys.selection(StatePart::Everything);
@@ -108,7 +108,10 @@ impl Merge<'_> {
         let mut how = SourceFacts { layout, ..SourceFacts::default() };
         let unconfigured = match format {
             Format::HuggingFace if self.destination.config_folder().is_none() => {
-                model_files::add_those_of(first, &mut how.files, &mut notes).await?
+                let added = model_files::add_those_of(first, &mut how.files, &mut notes).await?;
+                let tensors = first.source.metadata().await?;
+                model_files::note_contradiction(&first.opener, &how.files, &tensors, &mut notes);
+                added
             }
             _ => None,
         };
@@ -179,7 +182,7 @@ impl Average<'_> {
     /// # Errors
     ///
     /// [`Disagreement`](ErrorKind::Disagreement) for other keys, shapes or values that have no
-    /// average, and those of [`Conversion::run`](crate::jobs::Conversion::run).
+    /// average, and those of [`Conversion::run`](crate::convert::Conversion::run).
     pub async fn run(self) -> Result<AverageWritten, Error> {
         let format = self.destination.format()?;
         let selection = self.keys.selection(format.usual_part());
@@ -210,7 +213,10 @@ impl Average<'_> {
         let mut how = SourceFacts { layout, ..SourceFacts::default() };
         let unconfigured = match format {
             Format::HuggingFace if self.destination.config_folder().is_none() => {
-                model_files::add_those_of(first, &mut how.files, &mut notes).await?
+                let added = model_files::add_those_of(first, &mut how.files, &mut notes).await?;
+                let tensors = first.source.metadata().await?;
+                model_files::note_contradiction(&first.opener, &how.files, &tensors, &mut notes);
+                added
             }
             _ => None,
         };

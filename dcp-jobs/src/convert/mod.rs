@@ -198,6 +198,10 @@ impl Conversion<'_> {
             }
             _ => None,
         };
+        if format == Format::HuggingFace && config.is_none() && named.report.is_none() {
+            let tensors = source.metadata().await?;
+            model_files::note_contradiction(opener, &files, &tensors, &mut notes);
+        }
         if format != Format::HuggingFace && selection.part == StatePart::Everything {
             let left = model_files::trainer_files_of(&checkpoint).await?;
             if !left.is_empty() {

@@ -377,6 +377,12 @@ async fn indexed(
     storage: &Arc<dyn Storage>,
 ) -> Result<Vec<ObjectMeta>, Error> {
     let checkpoint = opener.open(source).await?;
+    if !checkpoint.is_folder {
+        let message = format!("{source:?} is a file, and a directory is needed");
+        return Err(Error::new(ErrorKind::InvalidPlace, message).with_hint(
+            "name the folder of a checkpoint; `Checkpoint::convert` writes what one file holds",
+        ));
+    }
     let place = opener.look(source, storage).await?;
     let mut files: BTreeMap<_, _> =
         place.listing().objects().iter().map(|file| (file.key.clone(), file.clone())).collect();

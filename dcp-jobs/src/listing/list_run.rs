@@ -2,13 +2,12 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use dcp_core::error::error_chain;
 use dcp_core::format::{
-    CheckpointFormat, Evidence, Examined, Folder, FolderMatch, FormatInfo, FormatRegistry, Listing,
+    CheckpointFormat, Evidence, Examined, Folder, FolderMatch, FormatRegistry, Listing,
     ListingEntry, Place, RunTracker, natural,
 };
 use dcp_core::storage::{ObjectMeta, StorageExt};
@@ -16,7 +15,8 @@ use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use serde::Serialize;
 
-use super::examine::examine_checkpoint;
+use super::examine::{examine_checkpoint, examine_match};
+use super::run_entry::{EntryKind, RunEntry};
 use super::run_tracker::tracker;
 use super::unread_files::{UnreadFiles, mark_unread};
 
@@ -53,88 +53,17 @@ pub struct RunListing {
     pub unread: BTreeMap<String, String>,
 }
 
-/// A checkpoint in a directory.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-#[non_exhaustive]
-pub struct RunEntry {
-    /// Its file or folder.
-    pub name: String,
-    /// The format that it belongs to.
-    pub kind: EntryKind,
-    /// Whether it is complete, judged by names, lengths and small indexes;
-    /// `None` when not all of them were seen, or could be.
-    pub complete: Option<bool>,
-    /// The reason that it is not whole.
-    pub problem: Option<String>,
-    /// The number that its name ends in, of steps as a rule.
-    pub step: Option<u64>,
-    /// Whether the trainer may remove it when a later one is there, where it says so.
-    pub ephemeral: Option<bool>,
-    /// The version of the program that wrote it, where it says so.
-    pub version: Option<String>,
-    /// Files below it.
-    pub files: u64,
-    /// Bytes of all of them.
-    pub bytes: u64,
-    /// The time of the last of them, in seconds since 1970, if the storage has it.
-    pub modified: Option<u64>,
-    /// The path to open to read it, relative to the directory; `None` where nothing can be read.
-    pub checkpoint: Option<String>,
-}
-
-/// The format of an entry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct EntryKind {
-    /// The name of the format.
-    format: &'static str,
-    title: &'static str,
-    /// Whether the entry is one file.
-    is_file: bool,
-}
-
-impl EntryKind {
-    fn of(format: FormatInfo, is_file: bool) -> Self {
-        Self { format: format.name, title: format.title, is_file }
-    }
-
-    /// The name of the format, such as `olmo`.
-    #[must_use]
-    pub fn format(self) -> &'static str {
-        self.format
-    }
-
-    /// Whether the entry is one file, and no folder.
-    #[must_use]
-    pub fn is_file(self) -> bool {
-        self.is_file
-    }
-}
-
-impl fmt::Display for EntryKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}{}", self.title, if self.is_file { " file" } else { "" })
-    }
-}
-
-impl Serialize for EntryKind {
-    /// The name of the format, which ends in `_file` for a single file: `torch_save_file`.
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        if self.is_file {
-            return serializer.collect_str(&format_args!("{}_file", self.format));
-        }
-        serializer.serialize_str(self.format)
-    }
-}
-
 /// An entry, and how its checkpoint is examined.
 pub(super) struct Listed {
     pub(super) entry: RunEntry,
     format: Arc<dyn CheckpointFormat>,
+    /// The folder as it is recognized by its names.
+    found: Option<FolderMatch>,
 }
 
 impl Listed {
     fn folder(name: &str, folder: &Folder<'_>, found: FolderMatch, truncated: bool) -> Self {
+        let by_names = found.clone();
         let FolderMatch { format, found, .. } = found;
         let at = |inner: &str| match name {
             "." => inner.to_owned(),
@@ -158,13 +87,19 @@ impl Listed {
             entry.complete = None;
             entry.problem = Some("there are too many files to have seen all of them".to_owned());
         }
-        Self { entry, format }
+        Self { entry, format, found: Some(by_names) }
     }
 
     fn file(name: &str, meta: &ObjectMeta, format: Arc<dyn CheckpointFormat>) -> Self {
         let mut entry = entry(name, &*format, true, (1, meta.byte_len, meta.modified));
         entry.checkpoint = Some(name.to_owned());
-        Self { entry, format }
+        Self { entry, format, found: None }
+    }
+
+    /// Whether names alone say that it is not whole.
+    fn lacks_by_names(&self) -> bool {
+        let lacks = self.found.as_ref().is_some_and(|one| one.found.problem.is_some());
+        lacks && self.entry.complete == Some(false)
     }
 }
 
@@ -181,6 +116,7 @@ fn entry(
         kind: EntryKind::of(info, is_file),
         complete: Some(true),
         problem: None,
+        strays: Vec::new(),
         step: last_number(name),
         ephemeral: None,
         version: None,
@@ -251,16 +187,19 @@ pub async fn list_run_without(
             ListingEntry::File(_, meta) if unread.contains_key(&meta.key) => run.other += 1,
             ListingEntry::File(name, meta) => files.push((name, meta)),
             ListingEntry::Folder(folder) if is_part(folder.name()) => {}
-            ListingEntry::Folder(folder) => match formats.classify(&folder) {
-                Some(found) => {
-                    listed.push(Listed::folder(folder.name(), &folder, found, run.truncated));
-                }
-                None => {
-                    let before = listed.len();
+            ListingEntry::Folder(folder) => {
+                let found = formats.classify(&folder);
+                let before = listed.len();
+                if found.as_ref().is_none_or(is_loose) {
                     list_below(formats, &folder, DEPTH_MAX, run.truncated, &mut listed);
-                    run.other += usize::from(listed.len() == before);
                 }
-            },
+                match found {
+                    Some(found) if listed.len() == before => {
+                        listed.push(Listed::folder(folder.name(), &folder, found, run.truncated));
+                    }
+                    _ => run.other += usize::from(listed.len() == before),
+                }
+            }
         }
     }
     match own {
@@ -268,15 +207,21 @@ pub async fn list_run_without(
         Some(own) => listed.push(Listed::folder(".", &root, own, run.truncated)),
         None => run.other += list_files(&**storage, formats, files, &mut listed).await?,
     }
-    let others = mark_unread(unread, &mut listed);
+    let mark = |listed: &mut Vec<Listed>| {
+        let others = mark_unread(unread, listed);
+        if let Some(tracker) = &tracker {
+            mark_unfinished(tracker, listed);
+        }
+        others
+    };
+    let others = mark(&mut listed);
     run.unread = others.into_iter().map(|(key, why)| (key.as_str().to_owned(), why)).collect();
-    if let Some(tracker) = &tracker {
-        mark_unfinished(tracker, &mut listed);
-    }
     examine(formats, &place, &mut listed).await;
+    // Those too that names alone call incomplete, and their indexes do not.
+    mark(&mut listed);
     run.entries = listed.into_iter().map(|one| one.entry).collect();
     run.entries.sort_by_cached_key(|entry| natural(&entry.name));
-    let whole = |entry: &&RunEntry| entry.complete == Some(true);
+    let whole = |entry: &&RunEntry| entry.is_complete();
     let is_own = |entry: &&RunEntry| entry.step.is_some() && !entry.name.contains('/');
     let steps = run.entries.iter().filter(whole).filter(is_own);
     let mut latest = steps.max_by_key(|entry| entry.step);
@@ -317,14 +262,18 @@ fn list_below(
             return;
         }
         match formats.classify(&below) {
-            Some(found) if found.found.evidence != Evidence::Loose => {
+            Some(found) if !is_loose(&found) => {
                 listed.push(Listed::folder(below.path(), &below, found, truncated));
             }
-            Some(_) => {}
-            None if depth > 1 => list_below(formats, &below, depth - 1, truncated, listed),
-            None => {}
+            _ if depth > 1 => list_below(formats, &below, depth - 1, truncated, listed),
+            _ => {}
         }
     }
+}
+
+/// Whether a folder has files that are no checkpoint together: they hide none in the folders below.
+fn is_loose(found: &FolderMatch) -> bool {
+    found.found.evidence == Evidence::Loose
 }
 
 /// Marks the checkpoints that the run has saved after the one that its tracker names.
@@ -333,10 +282,11 @@ fn mark_unfinished(tracker: &RunTracker, listed: &mut [Listed]) {
         tracker.unfinished.iter().map(|(folder, reason)| (&**folder, &**reason)).collect();
     for Listed { entry, .. } in listed {
         if let Some(reason) = unfinished.get(&*entry.name)
-            && entry.complete == Some(true)
+            && entry.is_complete()
         {
             entry.complete = Some(false);
             entry.problem = Some((*reason).to_owned());
+            entry.strays.clear();
         }
     }
 }
@@ -427,9 +377,21 @@ async fn examine_each(
 ) -> Vec<Option<EntryKind>> {
     let examined = listed.map(|(one, known)| async move {
         let found = match place_of(place, &one.entry, known) {
-            Ok(place) => examine_checkpoint(formats, &*one.format, &place).await,
+            Ok(place) => match &one.found {
+                Some(found) => examine_match(formats, found, &place).await,
+                None => examine_checkpoint(formats, &*one.format, &place).await,
+            },
             Err(error) => Err(error),
         };
+        if one.lacks_by_names()
+            && let Ok(found) = &found
+            && (found.opens || found.problem.is_none())
+        {
+            // Their names are not those of its own files.
+            one.entry.complete = Some(true);
+            one.entry.problem = None;
+            one.entry.checkpoint = Some(one.entry.name.clone());
+        }
         note(formats, &mut one.entry, found);
         (one.entry.complete == Some(true)).then_some(one.entry.kind)
     });
@@ -439,7 +401,7 @@ async fn examine_each(
 }
 
 fn place_of(place: &Place, entry: &RunEntry, known: bool) -> Result<Place, StorageError> {
-    if entry.kind.is_file {
+    if entry.kind.is_file() {
         return Ok(Place::file_of(place.storage(), Key::new(&entry.name)?));
     }
     let place = place.below(&entry.name)?;
@@ -454,7 +416,7 @@ fn note(formats: &FormatRegistry, entry: &mut RunEntry, found: Result<Examined, 
     match found {
         Ok(found) => {
             if let Some(other) = found.format.and_then(|name| formats.by_name(name)) {
-                entry.kind = EntryKind::of(other.info(), entry.kind.is_file);
+                entry.kind = EntryKind::of(other.info(), entry.kind.is_file());
             }
             entry.ephemeral = found.ephemeral;
             entry.version = found.version;
@@ -468,6 +430,7 @@ fn note(formats: &FormatRegistry, entry: &mut RunEntry, found: Result<Examined, 
             {
                 entry.complete = if found.opens { None } else { Some(false) };
                 entry.problem = Some(problem);
+                entry.strays = found.strays.iter().map(ToString::to_string).collect();
             }
         }
         // One that may not be read does not keep the others from being listed.

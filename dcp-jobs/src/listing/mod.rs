@@ -3,6 +3,7 @@
 pub(crate) mod examine;
 pub(crate) mod formats;
 pub(crate) mod list_run;
+mod run_entry;
 mod run_tracker;
 mod unread_files;
 
@@ -13,9 +14,10 @@ use dcp_core::{CheckpointError, Key, Storage};
 
 use crate::source::Source;
 
-pub use examine::{examine_checkpoint, examined, incomplete};
+pub use examine::{examine_checkpoint, examine_match, examined, incomplete};
 pub use formats::formats;
-pub use list_run::{EntryKind, RunEntry, RunListing, list_run, list_run_without};
+pub use list_run::{RunListing, list_run, list_run_without};
+pub use run_entry::{EntryKind, RunEntry};
 pub use unread_files::UnreadFiles;
 
 impl Source {

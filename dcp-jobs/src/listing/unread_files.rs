@@ -19,9 +19,10 @@ pub(super) fn mark_unread(unread: &UnreadFiles, listed: &mut [Listed]) -> Unread
     for Listed { entry, .. } in listed {
         others.retain(|key, _| !is_in(&entry.name, key));
         let first = unread.iter().find(|(key, _)| is_in(&entry.name, key));
-        if let Some((_, reason)) = first.filter(|_| entry.complete == Some(true)) {
+        if let Some((_, reason)) = first.filter(|_| entry.is_complete()) {
             entry.complete = None;
             entry.problem = Some(reason.clone());
+            entry.strays.clear();
         }
     }
     others

@@ -121,7 +121,7 @@ impl Resharding<'_> {
     /// # Errors
     ///
     /// [`InvalidOption`](ErrorKind::InvalidOption) for ranks that the checkpoint does not go with,
-    /// and those of [`Conversion::run`](crate::jobs::Conversion::run).
+    /// and those of [`Conversion::run`](crate::convert::Conversion::run).
     pub async fn run(self) -> Result<Written, Error> {
         let selection = self.keys.selection(StatePart::Everything);
         self.destination.refuse_idle_options(&self.checkpoint.opener, false)?;

@@ -11,7 +11,7 @@ use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
 use crate::place::held_target::{CLAIMED, has_locks};
-use crate::place::index_files::{classify, is_whole, removal_order, split_indices};
+use crate::place::index_files::{classify, removal_order, split_indices};
 
 use super::protect::{examine_files, worth_keeping};
 use super::retention::duration_text;
@@ -209,6 +209,11 @@ impl Deletion<'_> {
     }
 
     /// Returns why the folder stays, with these files.
+    ///
+    /// What is deleted as the rest of a save shows a save that did not finish, and no reader finds a whole checkpoint in
+    /// it. Files of the user may have any name, so that names decide nothing: the index of the format does, or that of
+    /// another format which the folder has ([`examine_match`](crate::listing::examine_match)), then weights and
+    /// folders inside ([`worth_keeping`]).
     async fn objection_to(
         &self,
         name: &str,
@@ -225,13 +230,13 @@ impl Deletion<'_> {
         if files.iter().any(|file| file.key.file_name() == PIN) {
             return Ok(Some("it is pinned".to_owned()));
         }
-        let mut whole = self.formats.classify(&folder).filter(is_whole);
-        let mut opens = false;
+        let mut whole = self.formats.classify(&folder);
+        let mut opens = None;
         if whole.is_some() {
             let found = examine_files(self.storage, self.formats, name, files).await?;
-            if found.problem.is_some() || found.unsupported.is_some() {
+            if !found.is_complete() {
                 whole = None;
-                opens = found.opens;
+                opens = found.problem.filter(|_| found.opens);
             }
         }
         Ok(match (why, whole) {
@@ -265,9 +270,10 @@ impl Deletion<'_> {
                 Some("it is complete by now".to_owned())
             }
             (Doomed::Incomplete { .. }, None)
-                if opens && !self.is_unfinished(name, files).await? =>
+                if opens.is_some() && !self.is_unfinished(name, files).await? =>
             {
-                Some("all that its index names is whole".to_owned())
+                let problem = opens.unwrap_or_default();
+                Some(format!("all that its index names is whole: {problem}"))
             }
             (Doomed::Incomplete { min_age, now }, _) => {
                 let age = folder.modified().and_then(|last| now.duration_since(last).ok());

@@ -363,6 +363,7 @@ fn seen(
         Some(entry) => entry.complete,
         None => Some(false),
     };
+    let mut strays = entry.map(|entry| entry.strays.clone()).unwrap_or_default();
     let deleting = deleting.is_some_and(|mark| {
         let is_spared =
             entry.is_some_and(|entry| complete != Some(false) && mark.spares(entry.kind.format()));
@@ -372,14 +373,18 @@ fn seen(
         return None;
     }
     let mut problem = entry.and_then(|entry| entry.problem.clone());
-    if complete == Some(true) && StepNaming::is_temporary(name) {
+    let is_complete = complete == Some(true) || !strays.is_empty();
+    if is_complete && StepNaming::is_temporary(name) {
         complete = Some(false);
         problem = Some("it was never renamed to its final name".to_owned());
-    } else if let (Some(true), Some(unreadable)) = (complete, sidecars.unreadable_state) {
+        strays.clear();
+    } else if let (true, Some(unreadable)) = (is_complete, sidecars.unreadable_state) {
         complete = None;
         problem = Some(unreadable);
+        strays.clear();
     }
     if deleting {
+        strays.clear();
         complete = Some(false);
         problem = Some("its deletion did not end".to_owned());
     } else if is_empty {
@@ -393,6 +398,7 @@ fn seen(
         format: entry.map_or("", |entry| entry.kind.format()),
         complete,
         problem,
+        strays,
         files: entry.map_or(0, |entry| entry.files),
         bytes: entry.map_or(0, |entry| entry.bytes),
         modified,

@@ -99,6 +99,10 @@ pub struct RunStep {
     pub complete: Option<bool>,
     /// The reason that it is not complete.
     pub problem: Option<String>,
+    /// The files that have the problem, where its format neither names nor owns any of them. The checkpoint itself is
+    /// whole and [counts](Self::is_complete) as that, although `complete` is unknown.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub strays: Vec<String>,
     /// Files in its folder.
     pub files: u64,
     /// Their bytes.
@@ -140,7 +144,14 @@ impl RunStep {
     /// Whether all is there that its format needs.
     #[must_use]
     pub fn is_complete(&self) -> bool {
-        self.complete == Some(true)
+        self.complete == Some(true) || !self.strays.is_empty()
+    }
+
+    /// Notes that a problem leaves unknown whether it is complete.
+    fn count_as_unknown(&mut self, problem: String) {
+        self.complete = None;
+        self.problem = Some(problem);
+        self.strays.clear();
     }
 }
 
@@ -239,7 +250,7 @@ impl Run {
     ///
     /// As [`steps`](Self::steps).
     pub async fn order_note(&self, listing: &RunListing) -> Result<Option<String>, Error> {
-        let complete = listing.entries.iter().filter(|entry| entry.complete == Some(true));
+        let complete = listing.entries.iter().filter(|entry| entry.is_complete());
         let mut times: Vec<_> = complete
             .filter_map(|entry| Some((StepNaming::step_of(&entry.name)?, entry.modified?)))
             .collect();

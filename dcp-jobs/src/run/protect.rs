@@ -5,7 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use dcp_core::error::error_chain;
-use dcp_core::format::{Evidence, Examined, Folder, FolderMatch, FormatRegistry, Listing, Place};
+use dcp_core::format::{
+    Evidence, Examined, Folder, FolderMatch, FormatRegistry, Listing, Place, Recognized,
+};
 use dcp_core::storage::ObjectMeta;
 use dcp_core::text::Quoted;
 use dcp_core::{Key, Storage, StorageError};
@@ -14,8 +16,7 @@ use dcp_formats::hf::{Weights, model_is_whole};
 use futures_util::{StreamExt, TryStreamExt, stream};
 
 use crate::error::{Error, ErrorKind, Reasons};
-use crate::listing::examine_checkpoint;
-use crate::place::index_files::is_whole;
+use crate::listing::examine_match;
 
 use super::look::{Look, Seen};
 use super::notes::Note;
@@ -23,12 +24,14 @@ use super::order::{StepOrder, describe, disagreement};
 use super::prune::PrunePlan;
 use super::retention::{Decision, Retention};
 use super::sidecar::names_folder;
-use super::state_files::{latest_problem, unusable};
+use super::state_files::{compared_name, latest_problem, unusable};
 
 /// The names of folders that have the state of an optimizer, without a model; a number may follow.
 const OPTIMIZERS: [&str; 3] = ["optim", "optimizer", "optimizers"];
 /// The ending of files that are a model without an index.
 const SHARD_ENDING: &str = ".safetensors";
+/// The beginning of the names of those that each rank writes.
+const RANK_SHARDS: &str = "shard-";
 /// Checkpoints whose problems an error lists.
 const PROBLEMS_MAX: usize = 8;
 
@@ -49,21 +52,23 @@ pub(super) async fn examine(
                 } else if found.problem.is_some() {
                     one.step.complete = if found.opens { None } else { Some(false) };
                     one.step.problem = found.problem;
+                    one.step.strays = found.strays.iter().map(ToString::to_string).collect();
+                }
+                // The others may have what only has the name of such a file here.
+                for stray in &found.strays {
+                    let name = compared_name(stray.as_str(), 1);
+                    one.state_files.retain(|file| Some(file) != name.as_ref());
                 }
                 let (storage, name) = (&**storage, &one.step.name);
                 let unusable = unusable(storage, name, &files).await?;
                 one.state_files.retain(|file| !unusable.contains(&**file));
                 let latest = latest_problem(storage, name, &files).await?;
-                if let (Some(true), Some(problem)) = (one.step.complete, latest) {
-                    one.step.complete = None;
-                    one.step.problem = Some(problem);
+                if let (true, Some(problem)) = (one.step.is_complete(), latest) {
+                    one.step.count_as_unknown(problem);
                 }
             }
             Err(error) if error.is_retryable() => return Err(error),
-            Err(error) => {
-                one.step.complete = None;
-                one.step.problem = Some(error_chain(&error));
-            }
+            Err(error) => one.step.count_as_unknown(error_chain(&error)),
         }
         Ok(())
     });
@@ -83,10 +88,9 @@ pub(super) fn compare_with_older(steps: &mut [&mut Seen]) {
             continue;
         };
         if let Some(file) = older.difference(&one.state_files).next() {
-            one.step.complete = None;
             let problem =
                 format!("it has no usable {file:?}, which the complete ones before it have");
-            one.step.problem = Some(problem);
+            one.step.count_as_unknown(problem);
         } else {
             older.retain(|file| one.state_files.contains(file));
         }
@@ -116,15 +120,12 @@ pub(super) async fn examine_files(
     else {
         return Ok(Examined::new(Some("it is no checkpoint".to_owned())));
     };
-    match is_whole(&found) {
-        true => examine_checkpoint(formats, &*found.format, &place.below(name)?).await,
-        false => Ok(Examined::new(found.found.problem)),
-    }
+    examine_match(formats, &found, &place.below(name)?).await
 }
 
 /// Returns why the rest of a save, in the folder `name` with these files, is worth more than the space that it
-/// takes: whole weights beside a damaged file, or a whole checkpoint inside that is not the state of an
-/// optimizer alone, such as the model of accelerate.
+/// takes: whole weights beside a damaged file, what a committed step holds in a folder of its own, or a whole checkpoint
+/// inside that is not the state of an optimizer alone, such as the model of accelerate.
 pub(super) async fn worth_keeping(
     storage: &Arc<dyn Storage>,
     formats: &FormatRegistry,
@@ -136,6 +137,12 @@ pub(super) async fn worth_keeping(
     if model_is_whole(&step, Weights::Any).await? || shards_are_whole(formats, &step).await? {
         return Ok(Some("its model is whole".to_owned()));
     }
+    if let Some(found) = formats.classify(&step.listing().root()) {
+        if let Some(inner) = inner_is_whole(formats, &found, &step).await? {
+            let problem = found.found.problem.unwrap_or_default();
+            return Ok(Some(format!("its {} is whole: {problem}", Quoted(&inner))));
+        }
+    }
     let root = place.listing().root();
     let is_part =
         |folder: &Folder<'_>, name: &str| is_of_optimizer(name) || formats.owns(folder, name);
@@ -143,9 +150,9 @@ pub(super) async fn worth_keeping(
     while let Some(folder) = folders.pop() {
         for inner in folder.folders().filter(|inner| !is_part(&folder, inner.name())) {
             let found = formats.classify(&inner).filter(|found| found.found.is_checkpoint());
-            if let Some(found) = found.filter(is_whole) {
+            if let Some(found) = found {
                 let place = place.below(inner.path())?;
-                let examined = examine_checkpoint(formats, &*found.format, &place).await?;
+                let examined = examine_match(formats, &found, &place).await?;
                 if examined.problem.is_none()
                     || examined.opens
                     || model_is_whole(&place, Weights::Any).await?
@@ -160,18 +167,49 @@ pub(super) async fn worth_keeping(
     Ok(None)
 }
 
+/// The folder in a committed step whose checkpoint is whole, such as the model and optimizer of OLMo-core in a step that
+/// lost a file of its trainer. Without its last file the save of the step did not finish.
+async fn inner_is_whole(
+    formats: &FormatRegistry,
+    found: &FolderMatch,
+    step: &Place,
+) -> Result<Option<String>, StorageError> {
+    let Some(inner) =
+        found.found.inner.as_ref().filter(|_| found.found.evidence == Evidence::Index)
+    else {
+        return Ok(None);
+    };
+    let place = step.below(inner)?;
+    let Some(stored) = formats.classify(&place.listing().root()) else { return Ok(None) };
+    let examined = examine_match(formats, &stored, &place).await?;
+    let Some(index) = examined.index.as_deref().filter(|_| examined.problem.is_none()) else {
+        return Ok(None);
+    };
+    let unfinished = formats.unfinished(&step.listing().root(), index);
+    Ok(unfinished.is_none().then(|| inner.clone()))
+}
+
 /// Whether the safetensors files of a folder are a model that needs no index: no number of a series is missing, and
-/// each file is whole.
+/// each file is whole. Beside the shards of ranks, others are none of theirs.
 async fn shards_are_whole(formats: &FormatRegistry, step: &Place) -> Result<bool, StorageError> {
     let folder = step.listing().root();
-    let is_model = |found: &FolderMatch| {
-        found.format.info().model_folders && found.found.evidence == Evidence::Files
-    };
-    if !formats.classify(&folder).is_some_and(|found| is_model(&found) && is_whole(&found)) {
+    let is_whole =
+        |found: &Recognized| found.evidence == Evidence::Files && found.problem.is_none();
+    let models = formats.formats().iter().filter(|format| format.info().model_folders);
+    if !models.filter_map(|format| format.recognize(&folder)).any(|found| is_whole(&found)) {
         return Ok(false);
     }
-    let shards = |key: &Key| key.as_str().ends_with(SHARD_ENDING);
-    Ok(find_incomplete_files_where(step, shards).await?.is_empty())
+    let is_direct = |key: &Key| !key.as_str().contains('/') && key.as_str().ends_with(SHARD_ENDING);
+    let of_rank = |key: &Key| is_direct(key) && key.as_str().starts_with(RANK_SHARDS);
+    let by_ranks = step.listing().objects().iter().any(|meta| of_rank(&meta.key));
+    // Under other names they may be of the user, in the folder of a save that did not finish.
+    let is_model =
+        |found: &FolderMatch| found.format.info().model_folders && is_whole(&found.found);
+    if !by_ranks && !formats.classify(&folder).is_some_and(|found| is_model(&found)) {
+        return Ok(false);
+    }
+    let is_shard = |key: &Key| if by_ranks { of_rank(key) } else { is_direct(key) };
+    Ok(find_incomplete_files_where(step, is_shard).await?.is_empty())
 }
 
 /// Whether a folder has the state of an optimizer, by its name, such as accelerate's `optimizer_0`.

@@ -320,7 +320,7 @@ impl Prune {
                 *decision = Decision::keep("pinned");
             } else if step.complete == Some(false) {
                 *decision = self.about_incomplete(step, any_complete, now);
-            } else if step.complete.is_none() {
+            } else if step.complete.is_none() && !step.is_complete() {
                 let unknown = "whether it is complete is unknown".to_owned();
                 *decision = Decision::keep(match &step.problem {
                     Some(problem) => format!("{unknown}: {problem}"),

@@ -1,6 +1,7 @@
 //! Errors of mappings as those of jobs.
 
 use dcp_jobs::{Error, ErrorKind};
+use serde_json::Value;
 
 use crate::error::MappingError;
 use crate::mapping::Mapping;
@@ -78,4 +79,12 @@ impl From<MappingError> for Error {
 fn builtin(file: &str) -> Option<&str> {
     let family = file.strip_prefix("families/")?.strip_suffix(".toml")?;
     Mapping::declaration(family).map(|_| family)
+}
+
+/// The error of a setting of `config.json` that tensors contradict.
+pub(super) fn contradiction(setting: &str, stated: &Value, problem: &str) -> Error {
+    let message = format!("config.json has {setting} {stated}, and {problem}");
+    Error::new(ErrorKind::InvalidOption, message).with_hint(
+        "pass `Destination::config` with the folder of this model, or correct the setting in a copy",
+    )
 }

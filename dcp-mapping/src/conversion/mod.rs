@@ -1,5 +1,6 @@
 //! The mapping between names of Megatron-Core and of Hugging Face that a conversion applies.
 
+mod family_tensors;
 mod job_error;
 mod options;
 mod other_names;

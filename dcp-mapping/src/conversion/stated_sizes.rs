@@ -5,6 +5,8 @@ use dcp_jobs::cast::is_float;
 use dcp_jobs::{Error, ErrorKind};
 use serde_json::Value;
 
+use super::family_tensors::{refuse_homeless, refuse_missing};
+use super::job_error::contradiction;
 use crate::mapping::Mapping;
 
 /// For each axis of a tensor, the settings and numbers whose product it is.
@@ -138,6 +140,7 @@ pub(super) fn refuse_contradictions(
     config: &Value,
     metadata: &CheckpointMetadata,
 ) -> Result<(), Error> {
+    refuse_no_heads(config)?;
     // Packed weights have other shapes.
     if config.get("quantization_config").is_some_and(|value| !value.is_null()) {
         return Ok(());
@@ -165,18 +168,29 @@ pub(super) fn refuse_contradictions(
     }
     // Of chosen keys, or of one shard, nothing is missing.
     if !has_both_ends(metadata, is_gpt2) {
-        return Ok(());
+        return refuse_homeless(family, metadata);
     }
     let setting = if is_gpt2 { "n_layer" } else { "num_hidden_layers" };
-    if let Some(stated) = settings.number(setting) {
+    let stated = settings.number(setting);
+    if let Some(stated) = stated {
         // The number that transformers takes for DeepSeek-V3 without the setting.
         let usual = u64::from(family.name() == "deepseek_v3");
         let further = settings.number("num_nextn_predict_layers").unwrap_or(usual);
         layers.refuse_number(setting, stated, further)?;
     }
-    match is_gpt2 {
-        true => Ok(()),
-        false => refuse_head(&settings, metadata),
+    if !is_gpt2 {
+        refuse_head(&settings, metadata)?;
+    }
+    refuse_missing(family, config, metadata, stated.unwrap_or(u64::MAX))?;
+    refuse_homeless(family, metadata)
+}
+
+/// Refuses attention without heads, by which no shape can be divided.
+fn refuse_no_heads(config: &Value) -> Result<(), Error> {
+    let is_zero = |setting: &&&str| config.get(**setting).and_then(Value::as_u64) == Some(0);
+    match ["num_attention_heads", "num_key_value_heads", "n_head"].iter().find(is_zero) {
+        Some(setting) => Err(contradiction(setting, &0.into(), "a model has at least one head")),
+        None => Ok(()),
     }
 }
 
@@ -286,11 +300,4 @@ impl Layers {
         };
         Err(contradiction(setting, &stated.into(), &problem))
     }
-}
-
-fn contradiction(setting: &str, stated: &Value, problem: &str) -> Error {
-    let message = format!("config.json has {setting} {stated}, and {problem}");
-    Error::new(ErrorKind::InvalidOption, message).with_hint(
-        "pass `Destination::config` with the folder of this model, or correct the setting in a copy",
-    )
 }

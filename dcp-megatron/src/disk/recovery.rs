@@ -30,7 +30,8 @@ pub(crate) const RECORD: &str = ".dcp-commit";
 /// The reason why a half-replaced folder is only read.
 pub const HALF_REPLACED: &str = "the process that replaced this checkpoint died before it was done; \
                                  save it again with overwriting on, or convert it to another place";
-const MAGIC: [u8; 4] = *b"dmc1";
+/// The first bytes of a record.
+pub(crate) const MAGIC: [u8; 4] = *b"dmc1";
 const METADATA: &str = ".metadata";
 
 /// The files of fixed names that belong to one `.metadata`.

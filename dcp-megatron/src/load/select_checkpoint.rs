@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use dcp_core::error::Phase;
 use dcp_core::plan::PlanContext;
-use dcp_core::{Storage, StorageError};
+use dcp_core::{CheckpointError, Storage, StorageError};
 use dcp_engine::Group;
 use dcp_jobs::integrity::Problem;
 use serde::{Deserialize, Serialize};
@@ -95,7 +95,7 @@ impl Choice {
     }
 
     async fn find(storage: &Arc<dyn Storage>, fall_back: bool) -> Result<Self, MegatronError> {
-        if CheckpointingConfig::read(&*recovered(storage).await?).await?.is_some() {
+        if is_described(storage).await? {
             return Ok(Self::default());
         }
         let run = MegatronRun::new(Arc::clone(storage));
@@ -136,6 +136,15 @@ fn in_words(problem: Problem) -> String {
 
 /// Whether a folder is marked as a finished checkpoint.
 async fn is_checkpoint(storage: &Arc<dyn Storage>) -> Result<bool, MegatronError> {
-    Ok(CheckpointingConfig::read(&*recovered(storage).await?).await?.is_some()
-        || LegacyFolders::find(&**storage).await?.is_some())
+    Ok(is_described(storage).await? || LegacyFolders::find(&**storage).await?.is_some())
+}
+
+/// Whether a folder has a `metadata.json`; beside folders of ranks, that of another program is none.
+async fn is_described(storage: &Arc<dyn Storage>) -> Result<bool, MegatronError> {
+    match CheckpointingConfig::read(&*recovered(storage).await?).await {
+        Err(CheckpointError::Format(_)) if LegacyFolders::find(&**storage).await?.is_some() => {
+            Ok(false)
+        }
+        config => Ok(config?.is_some()),
+    }
 }

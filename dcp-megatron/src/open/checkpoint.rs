@@ -135,12 +135,28 @@ impl MegatronCheckpoint {
         options: &MegatronOpenOptions,
     ) -> Result<Self, MegatronError> {
         let storage = &crate::disk::recovery::recovered(storage).await?;
-        let Some(config) = CheckpointingConfig::read(&**storage).await? else {
-            if let Some(folders) = LegacyFolders::find(&**storage).await? {
-                return Self::legacy(storage, folders, options).await;
-            }
-            return Err(MegatronError::NotACheckpoint { message: no_config(storage).await? });
+        let error = match CheckpointingConfig::read(&**storage).await {
+            Ok(Some(config)) => match Self::described(storage, config, options).await {
+                // Other programs write files of that name, too.
+                Err(error) if !is_machines(&error) && !is_dcp(storage).await? => error,
+                opened => return opened,
+            },
+            Ok(None) => MegatronError::NotACheckpoint { message: no_config(storage).await? },
+            Err(error @ CheckpointError::Format(_)) if !is_dcp(storage).await? => error.into(),
+            Err(error) => return Err(error.into()),
         };
+        match LegacyFolders::find(&**storage).await? {
+            Some(folders) => Self::legacy(storage, folders, options).await,
+            None => Err(error),
+        }
+    }
+
+    /// Opens the checkpoint that a `metadata.json` describes.
+    async fn described(
+        storage: &Arc<dyn Storage>,
+        config: CheckpointingConfig,
+        options: &MegatronOpenOptions,
+    ) -> Result<Self, MegatronError> {
         if let Some(strategy) = options.strategies.plugged(&config.sharded) {
             return Self::plugged(storage, strategy, config.sharded, options).await;
         }
@@ -208,6 +224,10 @@ impl MegatronCheckpoint {
                      files of \"torch_dist\" and no array: one of the two is of another checkpoint"
                 ),
             });
+        }
+        if reader.metadata().await?.is_empty() && LegacyFolders::find(&**storage).await?.is_some() {
+            let message = format!("{METADATA_JSON} says \"zarr\", and there is no array");
+            return Err(MegatronError::NotACheckpoint { message });
         }
         let (damage, warnings) = (reader.damage().to_vec(), reader.warnings().to_vec());
         let stored = Source::new(Arc::clone(storage), Arc::new(reader));

@@ -8,7 +8,7 @@ use dcp_core::format::{
     FormatRegistry, Occupant, OccupantRun, OpenOptions, OpenedCheckpoint, Peek, Place, Recognized,
     RunSelection, RunTracker, UnfinishedSave, WriterOptions,
 };
-use dcp_core::storage::StorageExt as _;
+use dcp_core::storage::{ObjectMeta, StorageExt as _};
 use dcp_core::text::Quoted;
 use dcp_core::{CheckpointError, CheckpointMetadata, Storage, StorageError, StorageWriter};
 use dcp_formats::dcp::{DcpFiles, DcpFormat};
@@ -17,11 +17,12 @@ use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
 use crate::disk::common_state::{COMMON_FILE, COMMON_OBJECT};
 use crate::disk::config::{CheckpointingConfig, METADATA_JSON};
 use crate::disk::file_hashes::INTEGRITY_FILE;
-use crate::disk::recovery::{HALF_REPLACED, RECORD, recovered};
+use crate::disk::recovery::{HALF_REPLACED, MAGIC as RECORD_MAGIC, RECORD, recovered};
 use crate::disk::tracker::{TRACKER, Tracked};
 use crate::open::checkpoint::{MegatronCheckpoint, MegatronOpenOptions};
 use crate::open::examine::{
-    NEMO_WEIGHTS, examine_one, has_data, has_rank_folders, is_committed, names_backend, owns,
+    IndexOwner, NEMO_WEIGHTS, examine_one, has_arrays, has_data, has_rank_folders, index_owner,
+    is_committed, is_nemo, names_backend, owns,
 };
 use crate::open::legacy::folders::missing_folder;
 use crate::open::select::select;
@@ -49,15 +50,26 @@ pub(crate) fn is_other_run(folder: &Folder<'_>) -> bool {
 }
 
 /// Whether the `metadata.json` in a folder is Megatron-Core's, where it was read. Other programs write files of that
-/// name, too; one that cannot be parsed is Megatron-Core's beside its files, if no other format is committed there.
+/// name, too; without data of Megatron-Core it describes nothing, whatever it says. One that cannot be parsed is
+/// Megatron-Core's beside its files, if no other format is committed there without a common state.
 fn is_ours(folder: &Folder<'_>) -> Option<bool> {
     let byte_len = folder.file(METADATA_JSON)?.byte_len;
     let json = match byte_len {
         0 => &[],
         _ => &**folder.peeked(METADATA_JSON)?,
     };
-    let is_damaged = || byte_len <= Peek::BYTES_MAX && has_data(folder) && !is_committed(folder);
-    Some(names_backend(json).unwrap_or_else(is_damaged) || folder.has(COMMON_FILE))
+    let data = has_data(folder);
+    let common = folder.has(COMMON_FILE);
+    let is_damaged = || byte_len <= Peek::BYTES_MAX && data && (common || !is_committed(folder));
+    Some((data || common) && names_backend(json).unwrap_or_else(is_damaged))
+}
+
+/// Whether the record of an overwrite may be in a folder: a file that is shorter, or was read and begins otherwise, is
+/// none.
+fn has_record(folder: &Folder<'_>) -> bool {
+    let is_it = |head: &bytes::Bytes| head.starts_with(&RECORD_MAGIC);
+    let is_long = |file: &ObjectMeta| file.byte_len > RECORD_MAGIC.len() as u64;
+    folder.file(RECORD).is_some_and(is_long) && folder.peeked(RECORD).is_none_or(is_it)
 }
 
 /// Recognizes a checkpoint by the names of its files, with what it lacks; `None` for a folder
@@ -67,14 +79,14 @@ fn checkpoint(folder: &Folder<'_>) -> Option<Recognized> {
     let dcp = DcpFiles::of(folder);
     let has_json = folder.has(METADATA_JSON);
     // With the record, the folder is read as it was or as it will be.
-    let index = has_json || folder.has(RECORD) && dcp.is_committed();
+    let index = has_json || has_record(folder) && dcp.is_committed();
     let (common, data) = (folder.has(COMMON_FILE), has_data(folder));
     let is_index = match is_ours(folder) {
         Some(ours) => ours,
         None => index && (common || data),
     };
     if is_index {
-        let unfinished = dcp.is_any() && !dcp.is_committed();
+        let unfinished = dcp.is_any() && !dcp.is_committed() && !has_arrays(folder);
         let problem = dcp.problem().filter(|_| unfinished);
         let found = Recognized::new(Evidence::Index, "is a checkpoint of Megatron-Core");
         return Some(found.with_problem(problem));
@@ -104,16 +116,17 @@ impl CheckpointFormat for MegatronCoreFormat {
     }
 
     fn peeks(&self, folder: &Folder<'_>) -> Vec<Peek> {
-        let json = folder.has(METADATA_JSON).then(|| folder.key(METADATA_JSON)).flatten();
-        json.map(|key| Peek::new(key, Peek::BYTES_MAX)).into_iter().collect()
+        let named = [(METADATA_JSON, Peek::BYTES_MAX), (RECORD, RECORD_MAGIC.len() as u64)];
+        let there = named.into_iter().filter(|(name, _)| folder.has(name));
+        there.filter_map(|(name, len)| Some(Peek::new(folder.key(name)?, len))).collect()
     }
 
     fn recognize(&self, folder: &Folder<'_>) -> Option<Recognized> {
         if let Some(found) = checkpoint(folder) {
             return Some(found);
         }
-        let weights = folder.folder(NEMO_WEIGHTS);
-        if !folder.has(".metadata") && weights.is_some_and(|weights| weights.has(".metadata")) {
+        if is_nemo(folder) {
+            let weights = folder.folder(NEMO_WEIGHTS);
             let problem = weights.and_then(|weights| checkpoint(&weights)?.problem);
             let problem = problem.map(|problem| format!("{NEMO_WEIGHTS}: {problem}"));
             let found = Recognized::new(Evidence::Index, "is a checkpoint of NeMo");
@@ -124,8 +137,17 @@ impl CheckpointFormat for MegatronCoreFormat {
             rest.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
         };
         let has_tracker = folder.has(TRACKER) && !is_other_run(folder);
-        let is_run = has_tracker || folder.folders().any(|below| numbered(below.name()));
-        is_run.then(|| Recognized::new(Evidence::Run, "is the directory of a Megatron-LM run"))
+        if has_tracker || folder.folders().any(|below| numbered(below.name())) {
+            return Some(Recognized::new(Evidence::Run, "is the directory of a Megatron-LM run"));
+        }
+        let json = folder.peeked(METADATA_JSON)?;
+        (names_backend(json) == Some(true)).then(|| {
+            let description = format!(
+                "has the {METADATA_JSON} of Megatron-Core, and neither a .metadata nor arrays of zarr: \
+                 they were removed, or never copied here"
+            );
+            Recognized::new(Evidence::Trace, description)
+        })
     }
 
     fn recognize_file(&self, _name: &str, _head: &[u8]) -> bool {
@@ -190,14 +212,13 @@ impl CheckpointFormat for MegatronCoreFormat {
             return None;
         }
         let inside = CheckpointingConfig::torch_dist_with_common_inside();
-        let (evidence, config) = if folder.has(COMMON_FILE) {
-            ("a common.pt", CheckpointingConfig::torch_dist())
-        } else if metadata.get(COMMON_OBJECT).is_some() {
-            ("a common_state", inside)
-        } else if folder.has(INTEGRITY_FILE) && !is_foreign {
-            ("an integrity.json", inside)
-        } else {
-            return None;
+        let owner = index_owner(metadata);
+        let (evidence, config) = match (folder.has(COMMON_FILE), owner) {
+            // Any program may write a file of that name.
+            (_, IndexOwner::PyTorch) => return None,
+            (true, _) => ("a common.pt", CheckpointingConfig::torch_dist()),
+            (false, _) if metadata.get(COMMON_OBJECT).is_some() => ("a common_state", inside),
+            (false, _) => return None,
         };
         let lost = match (is_foreign, folder.peeked(METADATA_JSON)) {
             (true, Some(json)) if is_lfs_pointer(json) => {
@@ -217,7 +238,8 @@ impl CheckpointFormat for MegatronCoreFormat {
              can be had with `Destination::to` safetensors",
             config.to_json()
         );
-        Some(UnfinishedSave::new(METADATA_JSON, description, remedy))
+        let found = UnfinishedSave::new(METADATA_JSON, description, remedy);
+        Some(found.with_certain(owner == IndexOwner::MegatronCore))
     }
 
     fn owns(&self, folder: &Folder<'_>, name: &str) -> bool {

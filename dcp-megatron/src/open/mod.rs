@@ -15,7 +15,7 @@ mod zarr;
 
 use std::sync::Arc;
 
-use dcp_core::Storage;
+use dcp_core::{CheckpointError, Storage};
 
 use crate::disk::config::{CheckpointingConfig, METADATA_JSON};
 use crate::disk::tracker::TRACKER;
@@ -43,7 +43,12 @@ impl MegatronCheckpoint {
     ) -> Result<Self, MegatronError> {
         // To look for folders of ranks is to list all iterations of a run, which its tracker saves.
         let run = MegatronRun::new(Arc::clone(storage));
-        if CheckpointingConfig::read(&**storage).await?.is_none()
+        let config = match CheckpointingConfig::read(&**storage).await {
+            // A file of another program.
+            Err(CheckpointError::Format(_)) => None,
+            config => config?,
+        };
+        if config.is_none()
             && let Ok(Some(tracked)) = run.tracked().await
         {
             match Self::open_folder(&run.checkpoint(tracked)?, options).await {

@@ -35,7 +35,7 @@ impl RunCheckpoint {
     /// Whether it is complete, judged by names and lengths.
     #[must_use]
     pub fn is_complete(&self) -> bool {
-        self.entry.complete == Some(true)
+        self.entry.is_complete()
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::value::Dict;
-use dcp_core::{Storage, StorageReader, StorageWriter};
+use dcp_core::{CheckpointError, Storage, StorageReader, StorageWriter};
 use dcp_formats::dcp::FileLayout;
 use dcp_formats::metadata::Profile;
 
@@ -204,8 +204,13 @@ impl Strategies {
     ) -> Result<Opened, MegatronError> {
         let own = options.clone().with_strategies(self.clone());
         let shown = crate::disk::recovery::recovered(storage).await?;
-        let Some(config) = CheckpointingConfig::read(&*shown).await? else {
-            return AsMegatron.open(storage, &own).await;
+        let config = match CheckpointingConfig::read(&*shown).await {
+            // A file of another program, beside what needs no description.
+            Err(CheckpointError::Format(_)) | Ok(None) => {
+                return AsMegatron.open(storage, &own).await;
+            }
+            Ok(Some(config)) => config,
+            Err(error) => return Err(error.into()),
         };
         match self.plugged(&config.sharded) {
             Some(strategy) => strategy.open(storage, &own.for_plug_in()).await,

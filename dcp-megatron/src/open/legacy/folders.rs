@@ -321,6 +321,11 @@ fn folder_name(numbers: &[u32]) -> String {
     name
 }
 
+/// Whether a folder of this name is that of a rank.
+pub(crate) fn is_rank_folder(name: &str) -> bool {
+    numbers(name).is_some()
+}
+
 /// The numbers in a folder's name.
 fn numbers(folder: &str) -> Option<Vec<u32>> {
     let parts: Option<Vec<u32>> =

@@ -31,6 +31,11 @@ const OPTIMIZER_FILE: &str = "distrib_optim.pt";
 /// bytes.
 const OPTIMIZER_BYTES_MAX: u64 = 16 << 20;
 
+/// Whether Megatron-LM writes a file of this name into the folder of a rank.
+pub(crate) fn is_rank_file(name: &str) -> bool {
+    [MODEL_FILE, OPTIMIZER_FILE].contains(&name)
+}
+
 /// A checkpoint of `mp_rank_*` folders.
 #[derive(Debug)]
 pub(crate) struct Legacy {

@@ -150,7 +150,8 @@ impl CheckpointFormat for OlmoFormat {
         folder: &Folder<'_>,
         _metadata: &CheckpointMetadata,
     ) -> Option<UnfinishedSave> {
-        folder.folder(MODEL_FOLDER)?;
+        // A folder of the user may have the name.
+        folder.folder(MODEL_FOLDER).map(|model| DcpFiles::of(&model)).filter(DcpFiles::is_any)?;
         let is_finished = folder.has(COMMIT) && !folder.name().ends_with("-tmp");
         let description = format!("has a {MODEL_FOLDER} and is not committed by a {COMMIT}");
         let remedy = format!("take another step; {MODEL_FOLDER} is read by its own path");

@@ -349,6 +349,8 @@ fn a_description_of_megatron_that_says_another_thing_is_no_whole_checkpoint() {
         (r#"{"sharded_backend": "zarr", "sharded_backend_version": 1}"#, json!(false)),
         (r#"{"sharded_backend": "other", "sharded_backend_version": 1}"#, Value::Null),
         (r#"{"sharded_backend": "torch_dist", "sharded_backend_version": 99}"#, Value::Null),
+        (r#"{"sharded_backend": "torch_dist", "common_backend_version": 2}"#, Value::Null),
+        (r#"{"sharded_backend": "zarr", "common_backend": "zarrx"}"#, Value::Null),
         (&*format!(r#"{{"sharded_backend": "torch_dist"{}}}"#, " ".repeat(2 << 20)), json!(false)),
     ] {
         copy("../megatron/tp2_basic/ckpt", &run.join("step-10"));

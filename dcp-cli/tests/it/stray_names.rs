@@ -65,6 +65,8 @@ fn strays() -> Vec<(&'static str, Vec<u8>)> {
         ("mp_rank_00/x.pt", torch()),
         text("weights/z.bin", &[0; 4096]),
         text("train/rank1.pt", b"PK\x03\x04 cut"),
+        text("model_and_optim/notes.txt", b"hello"),
+        ("model_and_optim/x.pt", torch()),
     ];
     for name in [
         "common.pt",

@@ -132,7 +132,7 @@ impl Conversion<'_> {
     ///
     /// # Errors
     ///
-    /// Every [`ErrorKind`](crate::ErrorKind); after one the target is what it was before.
+    /// Every [`ErrorKind`]; after one the target is what it was before.
     pub async fn run(self) -> Result<Written, Error> {
         let format = self.destination.format()?;
         let selection = self.keys.selection(format.usual_part());

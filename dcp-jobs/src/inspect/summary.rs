@@ -146,7 +146,7 @@ impl KeySummary {
 
 /// Summarizes a checkpoint: reads its index, its objects, and the sizes of its files, but no
 /// tensors. `wanted` selects keys, and with them the files. Entries that are bad but readable are
-/// listed as they are; [`verify`](crate::verify()) judges them.
+/// listed as they are; [`verify`](crate::verify::verify()) judges them.
 ///
 /// # Errors
 ///

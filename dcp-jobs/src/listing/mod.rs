@@ -21,7 +21,7 @@ pub use run_entry::{EntryKind, RunEntry};
 pub use unread_files::UnreadFiles;
 
 impl Source {
-    /// The checkpoint in a folder, of any of the [`formats`](crate::formats()) of this crate. With
+    /// The checkpoint in a folder, of any of the [`formats`](formats()) of this crate. With
     /// `tolerant`, a damaged one is opened as far as it is whole.
     ///
     /// # Errors

@@ -137,11 +137,11 @@ pub(super) async fn worth_keeping(
     if model_is_whole(&step, Weights::Any).await? || shards_are_whole(formats, &step).await? {
         return Ok(Some("its model is whole".to_owned()));
     }
-    if let Some(found) = formats.classify(&step.listing().root()) {
-        if let Some(inner) = inner_is_whole(formats, &found, &step).await? {
-            let problem = found.found.problem.unwrap_or_default();
-            return Ok(Some(format!("its {} is whole: {problem}", Quoted(&inner))));
-        }
+    if let Some(found) = formats.classify(&step.listing().root())
+        && let Some(inner) = inner_is_whole(formats, &found, &step).await?
+    {
+        let problem = found.found.problem.unwrap_or_default();
+        return Ok(Some(format!("its {} is whole: {problem}", Quoted(&inner))));
     }
     let root = place.listing().root();
     let is_part =

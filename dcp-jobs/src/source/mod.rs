@@ -26,7 +26,7 @@ pub struct Source {
     pub storage: Arc<dyn Storage>,
     /// The reader of the checkpoint's format.
     pub reader: Arc<dyn StorageReader>,
-    /// What the format offers beyond the traits, each under its type, such as the reader itself.
+    /// Capabilities of the format beyond the traits, each under its type, such as the reader itself.
     extensions: Vec<Arc<dyn Any + Send + Sync>>,
     /// All keys and files, where the reader's metadata lacks tensors that are not needed.
     names: Option<Arc<CheckpointMetadata>>,

@@ -107,11 +107,8 @@ impl Verification<'_> {
         let found: BTreeSet<String> =
             report.problems.iter().filter_map(|problem| problem.file.clone()).collect();
         let mut add = |kind, file: &str, message: String| {
-            let mut problem = Problem::default();
-            problem.kind = kind;
-            problem.file = Some(file.to_owned());
-            problem.message = message;
-            report.problems.push(problem);
+            let file = Some(file.to_owned());
+            report.problems.push(Problem { kind, file, message, ..Problem::default() });
             report.ok = false;
         };
         if checkpoint.is_folder && self.job.is_coordinator() {

@@ -50,7 +50,7 @@ impl Input {
 }
 
 /// Describes the difference of the two entries of one name; `None` when they are equal. Compares
-/// tensors byte by byte, in bounded parts, and objects part by part as [`diff`](crate::diff())
+/// tensors byte by byte, in bounded parts, and objects part by part as [`diff`](crate::diff::diff())
 /// does. Quantized tensors are compared with their scales where one archive stores each.
 pub(super) async fn difference(
     a: &Input,

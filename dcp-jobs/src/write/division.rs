@@ -9,7 +9,7 @@ use dcp_core::{CheckpointMetadata, Region};
 
 use crate::error::JobError;
 
-/// Assigns the parts of a checkpoint that [`divide`](crate::divide()) writes to ranks.
+/// Assigns the parts of a checkpoint that [`divide`](crate::reshard::divide()) writes to ranks.
 pub trait Division: fmt::Debug + Send + Sync {
     /// The number of ranks.
     fn ranks(&self) -> u32;

@@ -1,8 +1,8 @@
 //! Compares the settings of a `config.json` with tensors that have transformers' names already.
 
 use dcp_core::{CheckpointMetadata, Dims};
+use dcp_jobs::Error;
 use dcp_jobs::cast::is_float;
-use dcp_jobs::{Error, ErrorKind};
 use serde_json::Value;
 
 use super::family_tensors::{refuse_homeless, refuse_missing};

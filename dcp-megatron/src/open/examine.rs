@@ -2,6 +2,7 @@
 
 use dcp_core::error::error_chain;
 use dcp_core::format::{CheckpointFormat as _, Examined, Folder, Peek, Place};
+use dcp_core::path::StatePath;
 use dcp_core::storage::{ObjectMeta, StorageExt as _};
 use dcp_core::text::Quoted;
 use dcp_core::{CheckpointError, CheckpointMetadata, Key, StorageError};
@@ -72,7 +73,8 @@ pub(crate) fn owns(folder: &Folder<'_>, name: &str) -> bool {
 pub(crate) enum IndexOwner {
     /// It has objects of a sharded state dict, which only Megatron-Core names by their place in a grid.
     MegatronCore,
-    /// It has the paths of values in a state dict, which Megatron-Core's planner leaves out.
+    /// It has the paths of values in nested dicts. Megatron-Core's planner leaves paths out, and before 0.12 had one
+    /// item in each: the key itself.
     PyTorch,
     /// Nothing in it shows that.
     Unknown,
@@ -84,7 +86,8 @@ pub(crate) fn index_owner(index: &CheckpointMetadata) -> IndexOwner {
     if index.iter().any(|(fqn, entry)| entry.as_object().is_some() && is_object(fqn)) {
         return IndexOwner::MegatronCore;
     }
-    match index.iter().any(|(_, entry)| entry.path().is_some()) {
+    let is_nested = |path: &StatePath| path.len() > 1;
+    match index.iter().any(|(_, entry)| entry.path().is_some_and(is_nested)) {
         true => IndexOwner::PyTorch,
         false => IndexOwner::Unknown,
     }
@@ -186,8 +189,9 @@ async fn examine_stored(place: &Place) -> Result<Examined, StorageError> {
         }
     };
     let is_zarr = config.sharded.is("zarr");
-    if !is_zarr && !config.sharded.is("torch_dist") {
-        let backend = config.sharded;
+    let is_read = is_zarr || config.sharded.is("torch_dist");
+    let common = config.common.filter(|common| !common.is("torch"));
+    if let Some(backend) = common.or((!is_read).then_some(config.sharded)) {
         return Ok(Examined::of_other_program(format!(
             "was written by the backend {backend} of Megatron-Core, which is not read"
         )));

@@ -151,8 +151,8 @@ impl StorageWriter for ToyWriter {
     }
 
     fn renamed(&self, file: &Key, generation: u64) -> Result<Key, CheckpointError> {
-        let (rank, _) =
-            parse(file).ok_or_else(|| PlanError::Plan(PlanProblem::FileName { file: file.to_string() }))?;
+        let (rank, _) = parse(file)
+            .ok_or_else(|| PlanError::Plan(PlanProblem::FileName { file: file.to_string() }))?;
         Ok(data_file(rank, generation)?)
     }
 

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_jobs::{Destination, ErrorKind, Format, Opener};
 use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
 use dcp_core::registry::{Access, StorageRegistry};
 use dcp_core::storage::PutMode;
 use dcp_core::{CheckpointMetadata, DType, Key, Storage};
+use dcp_jobs::{Destination, ErrorKind, Format, Opener};
 use dcp_storage_fs::FsStorage;
 use toy_format::ToyFormat;
 

@@ -8,15 +8,18 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_jobs::{Checkpoint, Error, Format, JobOptions, Source};
-use dcp_jobs::framework::{Concern, Framework, FrameworkCheckpoint, FrameworkOptions, FrameworkTarget, Options, PluginReport, Preparation, RunLayout, Taken, TargetLayout, TargetRequest};
-use dcp_jobs::run::StepNaming;
-use dcp_jobs::verify::VerifyReport;
-use dcp_jobs::write::ConversionReport;
 use dcp_core::format::OpenedCheckpoint;
 use dcp_core::storage::PutMode;
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointMetadata, Key, Storage, StorageError};
+use dcp_jobs::framework::{
+    Concern, Framework, FrameworkCheckpoint, FrameworkOptions, FrameworkTarget, Options,
+    PluginReport, Preparation, RunLayout, Taken, TargetLayout, TargetRequest,
+};
+use dcp_jobs::run::StepNaming;
+use dcp_jobs::verify::VerifyReport;
+use dcp_jobs::write::ConversionReport;
+use dcp_jobs::{Checkpoint, Error, Format, JobOptions, Source};
 use serde::Serialize;
 use toy_format::ToyWriter;
 

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dcp_jobs::{Destination, ErrorKind, Format, Opener};
+use dcp_core::registry::{Access, StorageRegistry};
 use dcp_jobs::framework::Frameworks;
 use dcp_jobs::run::StepNaming;
-use dcp_core::registry::{Access, StorageRegistry};
+use dcp_jobs::{Destination, ErrorKind, Format, Opener};
 use dcp_storage_fs::FsStorage;
 use toy_format::ToyFormat;
 use toy_framework::{TOY_RANKS, Toy, ToyDescription, ToyRanks};

@@ -177,7 +177,7 @@ const LAYERS: &[Layer] = &[
     Layer {
         package: "dcp-jobs",
         uses: &["dcp-core", "dcp-cast", "dcp-planner", "dcp-engine", "dcp-formats"],
-        tests_use: &["dcp-conformance", "dcp-testing", "dcp-storage-fs", "dcp-collectives"],
+        tests_use: &["dcp-conformance", "dcp-testing", "dcp-storage-fs"],
         never: &["object_store", "reqwest", "hyper", "zip", "clap", "indicatif", "comfy-table"],
         never_named: &[
             "std::net",

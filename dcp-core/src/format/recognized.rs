@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::key::Key;
+use crate::names::key::Key;
 use crate::plans::metadata::CheckpointMetadata;
 
 /// The names of a format.

@@ -152,6 +152,10 @@ impl CheckpointFormat for OlmoFormat {
     ) -> Option<UnfinishedSave> {
         // A folder of the user may have the name.
         folder.folder(MODEL_FOLDER).map(|model| DcpFiles::of(&model)).filter(DcpFiles::is_any)?;
+        // A checkpoint in the folder itself is whole without it.
+        if DcpFiles::of(folder).is_committed() {
+            return None;
+        }
         let is_finished = folder.has(COMMIT) && !folder.name().ends_with("-tmp");
         let description = format!("has a {MODEL_FOLDER} and is not committed by a {COMMIT}");
         let remedy = format!("take another step; {MODEL_FOLDER} is read by its own path");

@@ -67,6 +67,7 @@ fn strays() -> Vec<(&'static str, Vec<u8>)> {
         text("train/rank1.pt", b"PK\x03\x04 cut"),
         text("model_and_optim/notes.txt", b"hello"),
         ("model_and_optim/x.pt", torch()),
+        text("model_and_optim/.metadata", b"hello"),
     ];
     for name in [
         "common.pt",

@@ -148,7 +148,7 @@ pub(crate) fn train(
 ) -> Result<()> {
     let mut learner = Learner::new();
     let manager = CheckpointManager::new(folder)
-        .checkpointer(Checkpointer::new().group(Arc::clone(&group)))
+        .checkpointer(Checkpointer::in_group(Arc::clone(&group)))
         .schedule(SaveSchedule::new().every_steps(SAVE_EVERY));
 
     let (mut model, mut optimizer) = learner.parts();

@@ -48,7 +48,7 @@ pub(crate) fn train(
     let options = ParamsAdamW { lr: 0.01, ..ParamsAdamW::default() };
     let mut optimizer = AdamW::of(&model, options);
     let manager = CheckpointManager::new(folder)
-        .checkpointer(Checkpointer::new().group(Arc::clone(&group)))
+        .checkpointer(Checkpointer::in_group(Arc::clone(&group)))
         .schedule(SaveSchedule::new().every_steps(SAVE_EVERY));
 
     let mut state = TrainingState::new(&mut model, vec![&mut optimizer])?;

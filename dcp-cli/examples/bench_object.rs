@@ -188,7 +188,7 @@ async fn count(fixtures: &str) -> Result<Value> {
         StorageOptions::new().with("google_service_account_key", double.service_account());
     let storages = dcp::default_storages().options(options);
     let opener = Opener::new(storages.clone());
-    let checkpointer = Checkpointer::new().storages(storages);
+    let checkpointer = Checkpointer::new().storages(storages.clone());
     let fixture = |name: &str| format!("{fixtures}/{name}");
 
     let olmo = "gs://bench/olmo";
@@ -231,7 +231,7 @@ async fn count(fixtures: &str) -> Result<Value> {
         "answers": answers().await?,
         "olmo_inspect": inspect,
         "list": list,
-        "reshard": reshard(&double, &checkpointer).await?,
+        "reshard": reshard(&double, &storages).await?,
     }))
 }
 
@@ -257,13 +257,13 @@ async fn answers() -> Result<Value> {
 }
 
 /// Eight ranks saved, six load: the bytes that cross the network, and those that are needed.
-async fn reshard(double: &GcsDouble, checkpointer: &Checkpointer) -> Result<Value> {
+async fn reshard(double: &GcsDouble, storages: &StorageRegistry) -> Result<Value> {
     const SHAPE: [u64; 2] = [4800, 256];
     const TENSORS: usize = 8;
     let url = "gs://bench/eight";
     let ranks = dcp::collectives::LocalGroup::new(8).build();
     let saves = ranks.into_iter().enumerate().map(|(rank, group)| {
-        let checkpointer = checkpointer.clone().group(Arc::new(group));
+        let checkpointer = Checkpointer::in_group(Arc::new(group)).storages(storages.clone());
         async move {
             checkpointer.save(&part(rank as u64, 8, TENSORS, SHAPE)?, url).await?;
             Ok::<_, Box<dyn Error + Send + Sync>>(())
@@ -271,6 +271,7 @@ async fn reshard(double: &GcsDouble, checkpointer: &Checkpointer) -> Result<Valu
     });
     futures_util::future::try_join_all(saves).await?;
     double.clear();
+    let checkpointer = Checkpointer::new().storages(storages.clone());
     let mut needed = 0;
     for rank in 0..6 {
         let mut state = part(rank, 6, TENSORS, SHAPE)?;

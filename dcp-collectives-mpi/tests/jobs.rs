@@ -12,7 +12,7 @@ use dcp_collectives_mpi::{MpiCollective, MpiConfig};
 use dcp_core::{
     Collective, CollectiveError, DType, HostMemory, Region, Shard, StateDict, Storage, Tensor,
 };
-use dcp_engine::{Loader, Saver};
+use dcp_engine::{Loader, Saver, Settings};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_storage_fs::FsStorage;
 use dcp_testing::block_on;
@@ -75,11 +75,15 @@ fn saves_and_loads(group: MpiCollective) {
 
     let saved = state(&rows, elements(&rows), 7);
     let writer = DcpWriter::new(Arc::clone(&storage));
-    block_on(Saver::new().group(Arc::clone(&group)).save(&saved, &writer)).unwrap();
+    block_on(Saver::with_settings(Settings::in_group(Arc::clone(&group))).save(&saved, &writer))
+        .unwrap();
 
     let mut loaded = state(&columns, vec![0; elements(&columns).len()], 0);
     let reader = DcpReader::new(Arc::clone(&storage));
-    block_on(Loader::new().group(Arc::clone(&group)).load(&mut loaded, &reader)).unwrap();
+    block_on(
+        Loader::with_settings(Settings::in_group(Arc::clone(&group))).load(&mut loaded, &reader),
+    )
+    .unwrap();
     let expected = state(&columns, elements(&columns), 7);
     assert!(dcp_core::Value::Dict(loaded).same(&dcp_core::Value::Dict(expected)));
     group.barrier().unwrap();

@@ -12,8 +12,8 @@ use bytes::Bytes;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
     Capabilities, Claim, ConditionalClaim, FolderEntry, FolderStream, Leftover, LeftoverAction,
-    ObjectMeta, ObjectStream, PutMode, ReadInto, ReadOutcome, ReadRequest, Upload, UploadOptions,
-    Version, WholeObject,
+    ObjectMeta, ObjectStream, PutMode, ReadOutcome, ReadRequest, Upload, UploadOptions, Version,
+    WholeObject,
 };
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::stream;
@@ -231,32 +231,12 @@ impl Storage for MemoryStorage {
 
     async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
         let object = self.get(StorageOp::Read, key)?;
-        if request.if_version.is_some_and(|required| required != object.version()) {
+        if request.if_version.as_ref().is_some_and(|required| *required != object.version()) {
             let kind = StorageErrorKind::Changed;
             return Err(StorageError::new(kind, StorageOp::Read, Some(key.clone())));
         }
-        let bytes = &object.bytes;
-        let fill = |ReadInto { byte_offset, mut buffer }| {
-            if buffer.is_empty() {
-                return Ok(buffer);
-            }
-            let source = usize::try_from(byte_offset)
-                .ok()
-                .and_then(|start| bytes.get(start..start.checked_add(buffer.len())?));
-            let Some(source) = source else {
-                let kind = StorageErrorKind::Truncated;
-                return Err(StorageError::new(kind, StorageOp::Read, Some(key.clone()))
-                    .with_message(format!(
-                        "{} bytes at {byte_offset} were requested, the object has {}",
-                        buffer.len(),
-                        bytes.len()
-                    )));
-            };
-            buffer.copy_from_slice(source);
-            Ok(buffer)
-        };
-        let buffers = request.ranges.into_iter().map(fill).collect::<Result<_, _>>()?;
-        Ok(ReadOutcome::new(buffers).with_version(Some(object.version())))
+        let read = request.fill_from(key, &object.bytes)?;
+        Ok(read.with_version(Some(object.version())))
     }
 
     async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
@@ -295,18 +275,7 @@ impl Storage for MemoryStorage {
     }
 
     fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
-        let skipped = folder.map_or(0, |folder| folder.as_str().len() + 1);
-        let (mut folders, mut entries) = (BTreeSet::new(), Vec::new());
-        for object in self.found(folder) {
-            match object.key.as_str()[skipped..].split_once('/') {
-                None => entries.push(Ok(FolderEntry::Object(object))),
-                Some((name, _)) => {
-                    folders.extend(Key::new(&object.key.as_str()[..skipped + name.len()]));
-                }
-            }
-        }
-        entries.extend(folders.into_iter().map(|folder| Ok(FolderEntry::Folder(folder))));
-        Box::pin(stream::iter(entries))
+        Box::pin(stream::iter(FolderEntry::of_objects(self.found(folder), folder).map(Ok)))
     }
 
     async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {

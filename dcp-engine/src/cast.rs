@@ -12,7 +12,7 @@ use dcp_planner::KeyFilter;
 /// Bytes of a tensor in its new dtype to make at a time.
 pub(crate) const SEGMENT: u64 = 16 << 20;
 
-/// The tensors that a save casts, and their dtypes; see [`Saver::cast`](crate::Saver::cast).
+/// The tensors that a save casts, and their dtypes; see [`Settings::cast`](crate::Settings::cast).
 ///
 /// Tensors of float64, float32, float16 and bfloat16 are cast. Integers, truth values, complex
 /// numbers and 8-bit floats never are, nor [`ExactTensors`]: steps of an optimizer, packed weights with

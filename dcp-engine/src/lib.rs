@@ -6,37 +6,26 @@
 //! every rank looks at the index and plans, and when all have found that it fits, every rank
 //! reads. Whatever fails anywhere, every rank of the group returns, with the same error.
 //!
-//! [`Saver`] and [`Loader`] are the whole protocol; [`AppState`] expands things with a state of
+//! [`Saver`] and [`Loader`] are the whole protocol, with [`Settings`] that they share; [`AppState`] expands things with a state of
 //! their own; [`BackgroundSaver`] saves a copy that a [`Stager`] makes, while training goes on;
 //! [`CheckpointObserver`] receives the steps of all of them; [`BroadcastReader`] lets one rank read
 //! for all, [`ParallelReader`] lets each read a share for all.
 
-mod assignment;
 mod background;
-mod broadcast;
 mod cast;
 pub mod device;
 mod disjoint;
-mod division;
 pub mod event;
-mod exchange_message;
 mod group;
-mod kept;
 mod load;
-mod machine;
-mod measured_speeds;
 mod memory;
 mod messages;
-mod needs;
-mod offer;
+mod metadata_lookup;
 mod packed;
-mod parallel;
-mod planned;
-mod read_ahead;
 mod read_sharing;
-mod receiver;
 mod rounds;
 mod save;
+mod settings;
 mod sink;
 mod small_values;
 mod source;
@@ -45,15 +34,14 @@ mod stateful;
 pub mod summary;
 
 pub use background::{BackgroundSaver, SaveHandle, SaveProgress, SaveStage, WhenBusy};
-pub use broadcast::BroadcastReader;
 pub use cast::Casts;
 pub use dcp_cast::{CastCounts, CastReport, TensorCast};
 pub use event::{CheckpointEvent, CheckpointObserver};
 pub use group::Group;
-pub use load::{LoadMode, LoadSummary, Loader};
-pub use parallel::ParallelReader;
-pub use read_sharing::{Exchange, ReadSharing};
+pub use load::{LoadSummary, Loader};
+pub use read_sharing::{BroadcastReader, Exchange, ParallelReader, ReadSharing};
 pub use save::Saver;
+pub use settings::{LoadMode, Settings};
 pub use stage::{StagedState, Stager};
 pub use stateful::AppState;
 pub use summary::SaveSummary;

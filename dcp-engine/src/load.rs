@@ -12,20 +12,20 @@ use dcp_core::error::Phase;
 use dcp_core::metadata::Entry;
 use dcp_core::path::StatePath;
 use dcp_core::plan::{LoadPlan, LoadReport, ReadKind};
-use dcp_core::planner::LoadPlanner;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, Rank, StateDict, Stateful, StorageErrorKind,
-    StorageReader, Tensor,
+    CheckpointError, CheckpointMetadata, StateDict, Stateful, StorageErrorKind, StorageReader,
+    Tensor,
 };
-use dcp_planner::{DefaultLoadPlanner, FlattenRule, choose_rule, flatten, index_of, set_at_path};
+use dcp_planner::{choose_rule, flatten, index_of, set_at_path};
 use serde::{Deserialize, Serialize};
 
-use crate::device::{STAGING_BYTES, piece_bytes};
-use crate::event::{CheckpointEvent, CheckpointObserver, Observers, Operation};
+use crate::device::piece_bytes;
+use crate::event::{CheckpointEvent, Observers, Operation};
 use crate::group::Group;
-use crate::parallel::ParallelReader;
-use crate::planned::tensor_dtype;
+use crate::metadata_lookup::tensor_dtype;
+use crate::read_sharing::ParallelReader;
 use crate::rounds;
+use crate::settings::{LoadMode, Settings};
 use crate::sink::StateSink;
 
 /// Loads checkpoints into state dicts, in place.
@@ -35,31 +35,7 @@ use crate::sink::StateSink;
 /// group, this process loads alone.
 #[derive(Clone, Debug)]
 pub struct Loader {
-    planner: Arc<dyn LoadPlanner>,
-    group: Option<Arc<dyn Collective>>,
-    coordinator: Rank,
-    rule: Option<FlattenRule>,
-    mode: LoadMode,
-    observers: Observers,
-    staging_bytes: u64,
-}
-
-/// The differences between checkpoint and state dict that a load allows.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum LoadMode {
-    /// Both must hold the same names, shapes and dtypes.
-    Exact,
-    /// Everything in the state dict must be in the checkpoint, whole, with the same shape and
-    /// dtype; what else is stored is reported.
-    #[default]
-    Strict,
-    /// The checkpoint may lack keys of the state dict: their values keep what they hold, and are
-    /// reported. What it has must be whole, with the same shape, dtype and kind.
-    #[doc(alias = "allow_partial_load")]
-    AllowMissing,
-    /// Loads what fits and reports the rest. Values that do not fit keep what they hold.
-    Partial,
+    settings: Settings,
 }
 
 /// The result of a load on this rank.
@@ -133,67 +109,19 @@ impl Loader {
     /// A strict loader for this process alone.
     #[must_use]
     pub fn new() -> Self {
-        Self {
-            planner: Arc::new(DefaultLoadPlanner::new()),
-            group: None,
-            coordinator: 0,
-            rule: None,
-            mode: LoadMode::Strict,
-            observers: Observers::default(),
-            staging_bytes: STAGING_BYTES,
-        }
+        Self::with_settings(Settings::new())
     }
 
-    /// Loads together with the other ranks of `group`.
+    /// A loader with these settings.
     #[must_use]
-    pub fn group(mut self, group: Arc<dyn Collective>) -> Self {
-        self.group = Some(group);
-        self
+    pub fn with_settings(settings: Settings) -> Self {
+        Self { settings }
     }
 
-    /// Makes `rank` the coordinator; rank 0 by default.
+    /// The settings of its loads.
     #[must_use]
-    pub fn coordinator(mut self, rank: Rank) -> Self {
-        self.coordinator = rank;
-        self
-    }
-
-    /// Plans with another policy.
-    #[must_use]
-    pub fn planner(mut self, planner: Arc<dyn LoadPlanner>) -> Self {
-        self.planner = planner;
-        self
-    }
-
-    /// Sets the differences between checkpoint and state dict that the load allows.
-    #[must_use]
-    pub fn mode(mut self, mode: LoadMode) -> Self {
-        self.mode = mode;
-        self
-    }
-
-    /// Reports the steps of every load to `observer` too.
-    #[must_use]
-    pub fn observer(mut self, observer: Arc<dyn CheckpointObserver>) -> Self {
-        self.observers.add(observer);
-        self
-    }
-
-    /// The host memory through which elements go to devices
-    /// ([`DeviceMemory`](dcp_core::device::DeviceMemory)), in copies of at most a quarter of it; 64 MiB by
-    /// default.
-    #[must_use]
-    pub fn staging_bytes(mut self, bytes: u64) -> Self {
-        self.staging_bytes = bytes;
-        self
-    }
-
-    /// Flattens the state dict by this rule. By default the checkpoint's keys decide, as in
-    /// PyTorch since 2.5: by today's rule, unless only that of 2.0 to 2.3 finds them.
-    #[must_use]
-    pub fn flatten_rule(mut self, rule: FlattenRule) -> Self {
-        self.rule = Some(rule);
-        self
+    pub fn settings(&self) -> &Settings {
+        &self.settings
     }
 
     /// Loads into `state`: tensors in place, in the memory they have; objects by replacing them.
@@ -212,7 +140,7 @@ impl Loader {
         state: &mut StateDict,
         reader: &dyn StorageReader,
     ) -> Result<LoadSummary, CheckpointError> {
-        let group = Group::new(self.group.clone(), self.coordinator)?;
+        let group = self.settings.enter_group()?;
         group.run(async |group| self.run(group, state, Through::Any(reader)).await).await
     }
 
@@ -254,7 +182,7 @@ impl Loader {
             Ok(state) => state,
             Err(error) => return Err(self.fail(error).await),
         };
-        let group = Group::new(self.group.clone(), self.coordinator)?;
+        let group = self.settings.enter_group()?;
         group
             .run(async |group| {
                 let summary = self.run(group, &mut state, through).await?;
@@ -273,12 +201,12 @@ impl Loader {
             group.all_gather_results::<Sight>(Phase::Plan, Err(error)).await?;
             Err(group.unanswered())
         };
-        let result = match Group::new(self.group.clone(), self.coordinator) {
+        let result = match self.settings.enter_group() {
             Ok(group) => group.run(failed).await,
             Err(error) => Err(error),
         };
-        let rank = self.group.as_ref().map_or(0, |group| group.rank());
-        let Err(error) = self.observers.of_rank(rank).watch(Operation::Load, result);
+        let observers = self.settings.observers.of_rank(self.settings.rank());
+        let Err(error) = observers.watch(Operation::Load, result);
         error
     }
 
@@ -288,7 +216,7 @@ impl Loader {
         state: &mut StateDict,
         through: Through<'_>,
     ) -> Result<LoadSummary, CheckpointError> {
-        let observers = self.observers.of_rank(group.context().rank);
+        let observers = self.settings.observers.of_rank(group.context().rank);
         let span = tracing::info_span!("dcp_load", rank = group.context().rank);
         let loaded = self.load_in(group, state, through, &observers).instrument(span).await;
         observers.watch(Operation::Load, loaded)
@@ -355,11 +283,13 @@ impl Loader {
         metadata: Arc<CheckpointMetadata>,
         group: &Group,
     ) -> Result<Prepared, CheckpointError> {
-        let rule = self.rule.map_or_else(|| choose_rule(state, &metadata), Ok)?;
+        let rule = self.settings.flatten_rule.map_or_else(|| choose_rule(state, &metadata), Ok)?;
         let flat = flatten(state, rule)?;
         let index = index_of(&flat, |_, _| Ok::<_, CheckpointError>(0))?;
-        let (plan, mut report) = self.planner.local_plan(&index, &metadata, &group.context())?;
-        let fits = match self.mode {
+        let (plan, mut report) =
+            self.settings.load_planner.local_plan(&index, &metadata, &group.context())?;
+        let mode = self.settings.load_mode;
+        let fits = match mode {
             LoadMode::Exact => report.is_complete() && report.unexpected.is_empty(),
             LoadMode::Strict => report.is_complete(),
             LoadMode::AllowMissing => {
@@ -373,10 +303,10 @@ impl Loader {
         if !fits {
             let mut shown = report;
             // What is no error in this mode.
-            if self.mode != LoadMode::Exact {
+            if mode != LoadMode::Exact {
                 shown.unexpected.clear();
             }
-            if self.mode == LoadMode::AllowMissing {
+            if mode == LoadMode::AllowMissing {
                 shown.missing.clear();
             }
             let is_all_missing = !shown.missing.is_empty()
@@ -400,8 +330,8 @@ impl Loader {
                 None => Place::TopLevel(Arc::clone(&entry.fqn)),
             })
             .collect();
-        let sink = Arc::new(StateSink::new(leaves, piece_bytes(self.staging_bytes)));
-        let rounds = rounds::rounds(plan, &sink, self.staging_bytes);
+        let sink = Arc::new(StateSink::new(leaves, piece_bytes(self.settings.staging_bytes)));
+        let rounds = rounds::rounds(plan, &sink, self.settings.staging_bytes);
         Ok(Prepared { metadata, rounds, report, sink, places })
     }
 }

@@ -12,22 +12,18 @@ use std::time::{Duration, Instant};
 use dcp_core::checkpoint::DataSource;
 use dcp_core::error::{Phase, Standing, StateProblem};
 use dcp_core::plan::{SavePlan, WritePlan};
-use dcp_core::planner::SavePlanner;
 use dcp_core::save_run::RankWrite;
 use dcp_core::wire::PlanParts;
-use dcp_core::{
-    CheckpointError, Collective, PlanError, Rank, StateDict, StorageWriter, Tensor, Value,
-};
-use dcp_planner::{DefaultSavePlanner, FlattenRule, flatten, index_of};
+use dcp_core::{CheckpointError, PlanError, StateDict, StorageWriter, Tensor, Value};
+use dcp_planner::{flatten, index_of};
 use tracing::Instrument;
 
 use self::coordinator::{Lead, commit};
-use crate::cast::Casts;
-use crate::device::STAGING_BYTES;
 use crate::event::{CheckpointEvent, CheckpointObserver, Observers, Operation};
 use crate::group::Group;
 use crate::memory::{Memory, Remembered};
 use crate::messages::{Decision, Offer, RankReport, Totals};
+use crate::settings::Settings;
 use crate::small_values::{Compared, SmallValues};
 use crate::source::{Leaf, StateSource};
 use crate::summary::{SaveSummary, SaveTimings};
@@ -43,18 +39,10 @@ use crate::summary::{SaveSummary, SaveTimings};
 /// (PyTorch 2.15's plan cache ignores dtypes).
 #[derive(Clone, Debug)]
 pub struct Saver {
-    planner: Arc<dyn SavePlanner>,
-    group: Option<Arc<dyn Collective>>,
-    coordinator: Rank,
-    rule: FlattenRule,
-    casts: Option<Casts>,
-    staging_bytes: u64,
+    settings: Settings,
     memory: Option<Arc<Memory>>,
-    observers: Observers,
     /// The name of the place in errors.
     place: Option<Arc<str>>,
-    /// Whether a process alone saves parts of tensors.
-    allow_parts: bool,
     /// The number of saves that have begun, so that ranks notice when they are at different ones.
     begun: Arc<AtomicU64>,
 }
@@ -90,87 +78,20 @@ impl Saver {
     /// A saver for this process alone, with the default planner.
     #[must_use]
     pub fn new() -> Self {
-        Self {
-            planner: Arc::new(DefaultSavePlanner::default()),
-            group: None,
-            coordinator: 0,
-            rule: FlattenRule::default(),
-            casts: None,
-            staging_bytes: STAGING_BYTES,
-            memory: Some(Arc::default()),
-            observers: Observers::default(),
-            place: None,
-            allow_parts: false,
-            begun: Arc::default(),
-        }
+        Self::with_settings(Settings::new())
     }
 
-    /// Saves together with the other ranks of `group`.
+    /// A saver with these settings, which remembers no plan yet.
     #[must_use]
-    pub fn group(mut self, group: Arc<dyn Collective>) -> Self {
-        self.group = Some(group);
-        self.afresh()
+    pub fn with_settings(settings: Settings) -> Self {
+        let memory = settings.remember_plans.then(Arc::default);
+        Self { settings, memory, place: None, begun: Arc::default() }
     }
 
-    /// Lets `rank` merge the plans and commit; rank 0 by default.
+    /// The settings of its saves.
     #[must_use]
-    pub fn coordinator(mut self, rank: Rank) -> Self {
-        self.coordinator = rank;
-        self.afresh()
-    }
-
-    /// Plans with another policy.
-    #[must_use]
-    pub fn planner(mut self, planner: Arc<dyn SavePlanner>) -> Self {
-        self.planner = planner;
-        self.afresh()
-    }
-
-    /// Flattens nested state by another rule; by default as PyTorch does since 2.4.
-    #[must_use]
-    pub fn flatten_rule(mut self, rule: FlattenRule) -> Self {
-        self.rule = rule;
-        self.afresh()
-    }
-
-    /// Saves tensors in another dtype than they have in memory, in segments on the way to the file;
-    /// the state is not changed. A dtype casts all wide floats; [`Casts`] chooses among them.
-    /// [`SaveSummary::cast`] counts what was lost.
-    #[must_use]
-    pub fn cast(mut self, casts: impl Into<Casts>) -> Self {
-        self.casts = Some(casts.into());
-        self.afresh()
-    }
-
-    /// The host memory through which elements on devices ([`DeviceMemory`](dcp_core::device::DeviceMemory))
-    /// are copied, in segments of at most a quarter of it; 64 MiB by default.
-    #[must_use]
-    pub fn staging_bytes(mut self, bytes: u64) -> Self {
-        self.staging_bytes = bytes;
-        self
-    }
-
-    /// Whether to remember plans between saves. On by default; may differ between ranks.
-    #[must_use]
-    pub fn remember_plans(mut self, remember: bool) -> Self {
-        self.memory = remember.then(Arc::default);
-        self
-    }
-
-    /// Reports the steps of every save to `observer` too.
-    #[must_use]
-    pub fn observer(mut self, observer: Arc<dyn CheckpointObserver>) -> Self {
-        self.observers.add(observer);
-        self
-    }
-
-    /// Whether a save of this process alone stores tensors of which it holds only parts; by default it
-    /// fails, because no reader finds the others. It is for programs whose processes each save a checkpoint
-    /// of their own.
-    #[must_use]
-    pub fn allow_parts(mut self, allow: bool) -> Self {
-        self.allow_parts = allow;
-        self
+    pub fn settings(&self) -> &Settings {
+        &self.settings
     }
 
     /// Sets the name of the place of the saves in errors, such as its URL.
@@ -180,10 +101,9 @@ impl Saver {
         self
     }
 
-    /// Drops the plans and the count of saves of other settings, which a clone may still have.
-    fn afresh(mut self) -> Self {
-        self.memory = self.memory.map(|_| Arc::default());
-        self.begun = Arc::default();
+    /// Reports the steps of its saves to `observer` too.
+    pub(crate) fn watched_by(mut self, observer: Arc<dyn CheckpointObserver>) -> Self {
+        self.settings.observers.add(observer);
         self
     }
 
@@ -206,9 +126,9 @@ impl Saver {
         state: &StateDict,
         writer: &dyn StorageWriter,
     ) -> Result<SaveSummary, CheckpointError> {
-        let group = Group::new(self.group.clone(), self.coordinator)?;
+        let group = self.settings.enter_group()?;
         let rank = group.context().rank;
-        let observers = self.observers.of_rank(rank);
+        let observers = self.settings.observers.of_rank(rank);
         let saved = group.run(async |group| {
             let started = Instant::now();
             let prepared = self.prepare(state, writer, group, &observers);
@@ -232,32 +152,23 @@ impl Saver {
             group.broadcast_result::<Decision, ()>(Phase::Plan, refused).await?;
             Err(group.unanswered())
         };
-        let result = match Group::new(self.group.clone(), self.coordinator) {
+        let result = match self.settings.enter_group() {
             Ok(group) => group.run(failed).await,
             Err(error) => Err(error),
         };
-        let Err(error) = self.observers.of_rank(self.rank()).watch(Operation::Save, result);
+        let Err(error) =
+            self.settings.observers.of_rank(self.settings.rank()).watch(Operation::Save, result);
         error
-    }
-
-    /// This process in the group.
-    pub(crate) fn rank(&self) -> Rank {
-        self.group.as_ref().map_or(0, |group| group.rank())
-    }
-
-    /// The number of processes in the group.
-    pub(crate) fn world_size(&self) -> u32 {
-        self.group.as_ref().map_or(1, |group| group.world_size())
     }
 
     /// Reports an event of this process to the observers.
     pub(crate) fn observe(&self, event: &CheckpointEvent) {
-        self.observers.of_rank(self.rank()).send(event);
+        self.settings.observers.of_rank(self.settings.rank()).send(event);
     }
 
     /// Aborts the group of a save that this rank does not take part in.
     pub(crate) fn leave(&self, why: &str) {
-        if let Some(group) = &self.group {
+        if let Some(group) = self.settings.collective() {
             group.abort(why);
         }
     }
@@ -370,7 +281,7 @@ impl Saver {
         group: &Group,
         observers: &Observers,
     ) -> Result<Prepared, CheckpointError> {
-        let flat = flatten(state, self.rule)?;
+        let flat = flatten(state, self.settings.flatten_rule.unwrap_or_default())?;
         let mut objects = HashMap::new();
         let mut index = index_of(&flat, |fqn, object| {
             let bytes = writer.encode_object(fqn, object)?;
@@ -378,7 +289,8 @@ impl Saver {
             objects.insert(fqn.to_owned(), bytes);
             Ok::<_, CheckpointError>(len)
         })?;
-        let casts = self.casts.as_ref().map(|casts| casts.apply(&mut index)).transpose()?;
+        let casts =
+            self.settings.casts.as_ref().map(|casts| casts.apply(&mut index)).transpose()?;
         let mut casts = casts.unwrap_or_default().into_iter();
         let mut leaves = HashMap::with_capacity(flat.len());
         let (alone, mut values) = (group.context().world_size == 1, SmallValues::default());
@@ -390,16 +302,16 @@ impl Saver {
             };
             match (alone, &leaf) {
                 (false, _) => values.add(&entry.fqn, &leaf),
-                (true, Leaf::Tensor(tensor, _)) if !self.allow_parts => {
+                (true, Leaf::Tensor(tensor, _)) if !self.settings.allow_parts => {
                     check_whole(&entry.fqn, tensor)?;
                 }
                 _ => {}
             }
             leaves.insert(&*entry.fqn, leaf);
         }
-        let mut plan = self.planner.local_plan(&index, &group.context())?;
+        let mut plan = self.settings.save_planner.local_plan(&index, &group.context())?;
         plan.check_against(&index, &self.planner_name())?;
-        let staging = self.staging_bytes;
+        let staging = self.settings.staging_bytes;
         let source = Arc::new(StateSource::new(&plan, &leaves, staging, observers.clone())?);
         Ok(Prepared { parts: plan.to_parts(), plan, source, values })
     }
@@ -463,7 +375,7 @@ impl Saver {
 
     /// The name of the planner in errors: that of its type, as it shows itself.
     fn planner_name(&self) -> String {
-        let shown = format!("{:?}", self.planner);
+        let shown = format!("{:?}", self.settings.save_planner);
         let name = shown.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or("");
         if name.is_empty() { "without a name".into() } else { name.into() }
     }

@@ -25,7 +25,7 @@ pub struct SaveSummary {
     pub timings: SaveTimings,
     /// The durations of the ranks' writes.
     pub write_times: WriteTimes,
-    /// The result of [`Saver::cast`](crate::Saver::cast) for the tensors of which this rank wrote anything.
+    /// The result of [`Settings::cast`](crate::Settings::cast) for the tensors of which this rank wrote anything.
     pub cast: CastReport,
     /// The counts of the casts of all ranks together.
     pub cast_total: CastCounts,

@@ -115,13 +115,12 @@ pub async fn load_model_and_optim_state(
     };
     // The views are created when the loader requests the metadata, so that an error on one rank
     // ends the load on all.
-    let loader = if options.strict {
-        loader.clone().planner(Arc::new(Complete)).mode(LoadMode::Strict)
-    } else {
-        loader.clone().mode(LoadMode::Partial)
+    let settings = loader.settings().clone().flatten_rule(FlattenRule::Torch24);
+    let settings = match options.strict {
+        true => settings.load_planner(Arc::new(Complete)).load_mode(LoadMode::Strict),
+        false => settings.load_mode(LoadMode::Partial),
     };
-    let loader = loader.flatten_rule(FlattenRule::Torch24);
-    let summary = loader.load(&mut state, &adapted).await?;
+    let summary = Loader::with_settings(settings).load(&mut state, &adapted).await?;
     if let Some(Value::Dict(loaded)) = state.remove(MODEL) {
         *model = loaded;
     }

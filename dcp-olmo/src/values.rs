@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, StorageReader, Value};
-use dcp_engine::Loader;
+use dcp_engine::{Loader, Settings};
 use dcp_planner::{FlattenRule, KeyFilter, Template};
 
 use crate::rekeyed::{Origin, Rekeyed, Shown};
@@ -27,7 +27,9 @@ pub(crate) async fn read_values(
     let template = Template::whole(&*view.metadata().await?, &KeyFilter::all()).map_err(named)?;
     let mut state: Dict =
         template.leaves().iter().map(|leaf| (Arc::clone(&leaf.fqn), leaf.value.clone())).collect();
-    Loader::new().flatten_rule(FlattenRule::TopLevel).load(&mut state, &view).await?;
+    Loader::with_settings(Settings::new().flatten_rule(FlattenRule::TopLevel))
+        .load(&mut state, &view)
+        .await?;
     Ok(state.into_iter().map(|(_, value)| value).collect())
 }
 

@@ -19,8 +19,7 @@ const STAGE_ROW: u32 = 3;
 
 impl TraceRecorder {
     /// The observer that records the phases of saves and loads, for
-    /// [`Saver::observer`](dcp_engine::Saver::observer) and
-    /// [`Loader::observer`](dcp_engine::Loader::observer).
+    /// [`Settings::observer`](dcp_engine::Settings::observer).
     #[must_use]
     pub fn observer(&self) -> Arc<dyn CheckpointObserver> {
         Arc::new(RankOperations::new(self.clone()))

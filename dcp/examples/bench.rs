@@ -158,7 +158,7 @@ fn save_ranks(dir: &str, tensors: usize, ranks: u32) -> Result<Duration> {
     let times = LocalGroup::new(ranks).run(|group| {
         let state = rows(tensors, group.rank(), ranks)?;
         let group: Arc<dyn Collective> = Arc::new(group);
-        let checkpointer = Checkpointer::new().group(Arc::clone(&group));
+        let checkpointer = Checkpointer::in_group(Arc::clone(&group));
         group.barrier()?;
         let start = Instant::now();
         checkpointer.save(&state, dir).blocking()?;
@@ -253,7 +253,7 @@ fn load_ranks(
 ) -> Result<(Duration, ReadReport)> {
     type RankResult = std::result::Result<(Duration, ReadReport), Box<dyn Error + Send + Sync>>;
     let load = |group: Arc<dyn Collective>| -> RankResult {
-        let checkpointer = Checkpointer::new().group(Arc::clone(&group));
+        let checkpointer = Checkpointer::in_group(Arc::clone(&group));
         let checkpointer = match way {
             "alone" => checkpointer.read_sharing(ReadSharing::Never),
             "shared" => checkpointer.read_sharing(ReadSharing::Always),

@@ -13,7 +13,7 @@ use std::error::Error;
 
 use dcp::jobs::run::{KeepLast, SaveSchedule};
 use dcp::manager::{CheckpointManager, PendingStep, Preemption, SaveReason};
-use dcp::{Checkpointer, DType, LoadMode, Region, Shard, StateDict, Tensor, Value};
+use dcp::{Checkpointer, DType, LoadMode, Region, Settings, Shard, StateDict, Tensor, Value};
 
 /// Rows and columns of the weight.
 const SHAPE: [u64; 2] = [64, 8];
@@ -26,12 +26,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     // A group for checkpoints alone: a background save uses it while the trainer uses its own.
     let group = dcp::collectives::from_env_or_solo()?;
     let (rank, ranks) = (u64::from(group.rank()), u64::from(group.world_size()));
+    // The state of this rank's random generator is not in a checkpoint of fewer ranks.
+    let settings = Settings::in_group(group).load_mode(LoadMode::AllowMissing);
     let manager = CheckpointManager::new(&run)
-        .checkpointer(Checkpointer::new().group(group))
+        .checkpointer(Checkpointer::with_settings(settings))
         .schedule(SaveSchedule::new().every_steps(10))
         .keep(KeepLast(2))
-        // The state of this rank's random generator is not in a checkpoint of fewer ranks.
-        .load_mode(LoadMode::AllowMissing)
         .preemption(Preemption::on_sigterm()?);
 
     let first_row = SHAPE[0] * rank / ranks;

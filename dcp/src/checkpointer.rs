@@ -11,25 +11,25 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use dcp_core::format::FormatRegistry;
-use dcp_core::planner::{LoadPlanner, SavePlanner};
 use dcp_core::registry::StorageRegistry;
 use dcp_core::{
-    CheckpointError, Collective, PlanError, Rank, StateDict, Stateful, Storage, StorageReader,
+    CheckpointError, Collective, PlanError, StateDict, Stateful, Storage, StorageReader,
     StorageWriter,
 };
+#[cfg(feature = "jobs")]
+use dcp_engine::Group;
 use dcp_engine::{
-    BackgroundSaver, Casts, CheckpointObserver, LoadMode, LoadSummary, Loader, ReadSharing,
-    SaveHandle, SaveSummary, Saver, Stager, WhenBusy,
+    BackgroundSaver, LoadMode, LoadSummary, Loader, ReadSharing, SaveHandle, SaveSummary, Saver,
+    Settings, WhenBusy,
 };
 use dcp_formats::dcp::DcpWriter;
-use dcp_planner::FlattenRule;
 
 use self::open::Opened;
 
 type MakeWriter = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageWriter> + Send + Sync;
 type MakeReader = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageReader> + Send + Sync;
 
-/// The settings with which a trainer saves and loads: its group of ranks, storages, planners and casts.
+/// The way in which a trainer saves and loads by URLs: its [`Settings`], storages and formats.
 ///
 /// Every rank makes one with the same settings and keeps it for the whole run. It remembers the
 /// plan of the last save: while no rank's structure changes, a save exchanges a few bytes per rank
@@ -39,7 +39,7 @@ type MakeReader = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageReader> + Send + Sy
 /// use std::sync::Arc;
 ///
 /// use dcp::collectives::LocalGroup;
-/// use dcp::{Checkpointer, Collective, DType, Region, StateDict, Tensor};
+/// use dcp::{Checkpointer, Collective, DType, Region, Settings, StateDict, Tensor};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let folder = tempfile::tempdir()?;
@@ -50,7 +50,8 @@ type MakeReader = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageReader> + Send + Sy
 ///     let mut state = StateDict::new();
 ///     state.insert("weight", Tensor::zeros_sharded(DType::Float32, [4, 8], [rows])?);
 ///
-///     let checkpointer = Checkpointer::new().group(Arc::new(group)).cast(DType::BFloat16);
+///     let settings = Settings::in_group(Arc::new(group)).cast(DType::BFloat16);
+///     let checkpointer = Checkpointer::with_settings(settings);
 ///     for step in 1..=3 {
 ///         let saved = checkpointer.save(&state, format!("{run}/step_{step}")).blocking()?;
 ///         assert_eq!(saved.reused_plan, step > 1);
@@ -78,12 +79,7 @@ pub struct Checkpointer {
     #[cfg(feature = "trace")]
     trace: Option<dcp_trace::TraceRecorder>,
     saver: Saver,
-    loader: Loader,
     background: BackgroundSaver,
-    stager: Option<Arc<dyn Stager>>,
-    decisions: Option<Arc<dyn Collective>>,
-    group: Option<Arc<dyn Collective>>,
-    coordinator: Rank,
     writer: Arc<MakeWriter>,
     /// Whether the writer is the default one, which can note the step of a save.
     notes_steps: bool,
@@ -103,7 +99,20 @@ impl Checkpointer {
     /// in this process alone, at the URLs of [`default_storages`](crate::default_storages).
     #[must_use]
     pub fn new() -> Self {
-        let saver = Saver::new();
+        Self::with_settings(Settings::new())
+    }
+
+    /// Saves and loads as [`new`](Self::new) does, together with the other ranks of `group`.
+    #[must_use]
+    #[doc(alias = "process_group")]
+    pub fn in_group(group: Arc<dyn Collective>) -> Self {
+        Self::with_settings(Settings::in_group(group))
+    }
+
+    /// Saves and loads as [`new`](Self::new) does, with these settings.
+    #[must_use]
+    pub fn with_settings(settings: Settings) -> Self {
+        let saver = Saver::with_settings(settings);
         Self {
             storages: crate::default_storages(),
             formats: crate::plugins::default_formats(),
@@ -112,12 +121,7 @@ impl Checkpointer {
             #[cfg(feature = "trace")]
             trace: None,
             background: BackgroundSaver::new(saver.clone()),
-            stager: None,
-            decisions: None,
-            group: None,
-            coordinator: 0,
             saver,
-            loader: Loader::new(),
             writer: Arc::new(|storage| Arc::new(DcpWriter::new(storage))),
             notes_steps: true,
             reader: None,
@@ -125,22 +129,10 @@ impl Checkpointer {
         }
     }
 
-    /// Saves and loads together with the other ranks of `group`.
+    /// The settings of its saves and loads.
     #[must_use]
-    #[doc(alias = "process_group")]
-    pub fn group(self, group: Arc<dyn Collective>) -> Self {
-        let loader = self.loader.clone().group(Arc::clone(&group));
-        let saver = self.saver.clone().group(Arc::clone(&group));
-        Self { loader, group: Some(group), ..self.with_saver(saver) }
-    }
-
-    /// The rank that merges plans and commits; 0 by default.
-    #[must_use]
-    #[doc(alias = "coordinator_rank")]
-    pub fn coordinator(self, rank: Rank) -> Self {
-        let loader = self.loader.clone().coordinator(rank);
-        let saver = self.saver.clone().coordinator(rank);
-        Self { loader, coordinator: rank, ..self.with_saver(saver) }
+    pub fn settings(&self) -> &Settings {
+        self.saver.settings()
     }
 
     /// The storages that serve URLs; those of [`default_storages`](crate::default_storages) by
@@ -173,52 +165,6 @@ impl Checkpointer {
         Self { upload_slots: Some(slots), ..self }
     }
 
-    /// Plans saves with another policy.
-    #[must_use]
-    pub fn save_planner(self, planner: Arc<dyn SavePlanner>) -> Self {
-        let saver = self.saver.clone().planner(planner);
-        self.with_saver(saver)
-    }
-
-    /// Plans loads with another policy.
-    #[must_use]
-    pub fn load_planner(self, planner: Arc<dyn LoadPlanner>) -> Self {
-        Self { loader: self.loader.planner(planner), ..self }
-    }
-
-    /// Saves tensors in another dtype than they have in memory: a dtype for all wide floats, or
-    /// [`Casts`] with filters. [`SaveSummary::cast`] counts what was lost.
-    #[must_use]
-    pub fn cast(self, casts: impl Into<Casts>) -> Self {
-        let saver = self.saver.clone().cast(casts);
-        self.with_saver(saver)
-    }
-
-    /// Flattens nested state by this rule. By default saves use PyTorch's since 2.4, and loads the
-    /// one by which the checkpoint was saved.
-    #[must_use]
-    pub fn flatten_rule(self, rule: FlattenRule) -> Self {
-        let loader = self.loader.clone().flatten_rule(rule);
-        let saver = self.saver.clone().flatten_rule(rule);
-        Self { loader, ..self.with_saver(saver) }
-    }
-
-    /// The host memory through which elements on devices
-    /// ([`DeviceMemory`](dcp_core::device::DeviceMemory)) are copied; 64 MiB by default.
-    #[must_use]
-    pub fn staging_bytes(self, bytes: u64) -> Self {
-        let loader = self.loader.clone().staging_bytes(bytes);
-        let saver = self.saver.clone().staging_bytes(bytes);
-        Self { loader, ..self.with_saver(saver) }
-    }
-
-    /// Whether plans are remembered between saves; they are by default.
-    #[must_use]
-    pub fn remember_plans(self, remember: bool) -> Self {
-        let saver = self.saver.clone().remember_plans(remember);
-        self.with_saver(saver)
-    }
-
     /// The plan of the last save, for the same rank after a restart ([`Saver::export_plans`]).
     #[must_use]
     pub fn export_plans(&self) -> Option<Vec<u8>> {
@@ -232,31 +178,6 @@ impl Checkpointer {
     /// When it is damaged, or of another rank, group, planner or version.
     pub fn import_plans(&self, plans: &[u8]) -> Result<(), PlanError> {
         self.saver.import_plans(plans)
-    }
-
-    /// Copies the state of [background](Save::background) saves by `stager`; by default with a
-    /// [`BlockingStager`](dcp_engine::stage::BlockingStager), which keeps its memory for the next save.
-    #[must_use]
-    #[doc(alias = "async_stager")]
-    pub fn stager(self, stager: Arc<dyn Stager>) -> Self {
-        let background = self.background.clone().stager(Arc::clone(&stager));
-        Self { background, stager: Some(stager), ..self }
-    }
-
-    /// The group in which ranks agree to skip a background save, on the thread that starts it; see
-    /// [`Save::background_when`].
-    #[must_use]
-    pub fn decision_group(self, group: Arc<dyn Collective>) -> Self {
-        let background = self.background.clone().decision_group(Arc::clone(&group));
-        Self { background, decisions: Some(group), ..self }
-    }
-
-    /// Reports the steps of every save and load to `observer` too, for progress bars and metrics.
-    #[must_use]
-    pub fn observer(self, observer: Arc<dyn CheckpointObserver>) -> Self {
-        let loader = self.loader.clone().observer(Arc::clone(&observer));
-        let saver = self.saver.clone().observer(observer);
-        Self { loader, ..self.with_saver(saver) }
     }
 
     /// Writes through another [`StorageWriter`], such as a `DcpWriter` with options or one of
@@ -313,19 +234,7 @@ impl Checkpointer {
         state: &'a mut S,
         url: impl Into<String>,
     ) -> Load<'a, S> {
-        Load { with: self.clone(), state, url: url.into(), mode: LoadMode::default() }
-    }
-
-    /// Replaces the saver, and forgets its plans: those of other settings are of no use under these.
-    fn with_saver(self, saver: Saver) -> Self {
-        let mut background = BackgroundSaver::new(saver.clone());
-        if let Some(stager) = &self.stager {
-            background = background.stager(Arc::clone(stager));
-        }
-        if let Some(group) = &self.decisions {
-            background = background.decision_group(Arc::clone(group));
-        }
-        Self { background, saver, ..self }
+        Load { with: self.clone(), state, url: url.into(), mode: None }
     }
 }
 
@@ -333,10 +242,7 @@ impl fmt::Debug for Checkpointer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Checkpointer")
             .field("storages", &self.storages)
-            .field("group", &self.group)
-            .field("coordinator", &self.coordinator)
-            .field("saver", &self.saver)
-            .field("loader", &self.loader)
+            .field("settings", self.settings())
             .finish_non_exhaustive()
     }
 }
@@ -392,7 +298,7 @@ impl Save {
     /// # Errors
     ///
     /// As [`background`](Self::background), and when the ranks of a group cannot agree to skip: they
-    /// need a [`decision_group`](Checkpointer::decision_group).
+    /// need a [`decision_group`](Settings::decision_group).
     pub fn background_when(self, busy: WhenBusy) -> Result<Option<SaveHandle>, CheckpointError> {
         match self.state {
             Ok(state) => {
@@ -434,13 +340,14 @@ pub struct Load<'a, S: ?Sized> {
     with: Checkpointer,
     state: &'a mut S,
     url: String,
-    mode: LoadMode,
+    /// `None` for that of the settings.
+    mode: Option<LoadMode>,
 }
 
 impl<S: Stateful + Send + ?Sized> Load<'_, S> {
-    /// Sets how closely the checkpoint must fit the state; by default [`LoadMode::Strict`].
+    /// Replaces [`Settings::load_mode`] for this load.
     pub fn mode(mut self, mode: LoadMode) -> Self {
-        self.mode = mode;
+        self.mode = Some(mode);
         self
     }
 
@@ -463,7 +370,11 @@ impl<'a, S: Stateful + Send + ?Sized> IntoFuture for Load<'a, S> {
         let Self { with, state, url, mode } = self;
         Box::pin(async move {
             with.background.settled().await;
-            let loader = with.loader.clone().mode(mode);
+            let settings = with.settings().clone();
+            let loader = Loader::with_settings(match mode {
+                Some(mode) => settings.load_mode(mode),
+                None => settings,
+            });
             match with.open_reader(&url).await {
                 Ok(Opened::Any(reader)) => loader.load_stateful(state, &*reader).await,
                 Ok(Opened::Shared(reader)) => loader.load_shared(state, &reader).await,
@@ -479,21 +390,16 @@ impl Checkpointer {
         self.traced_storages()
     }
 
-    /// Whether this rank decides for the group.
-    pub(crate) fn is_coordinator(&self) -> bool {
-        self.group.as_ref().is_none_or(|group| group.rank() == self.coordinator)
-    }
-
-    /// The group of the saves, when no background save uses it, and its coordinator.
-    pub(crate) async fn settled_group(&self) -> (Option<Arc<dyn Collective>>, Rank) {
+    /// The group of the saves, when no background save uses it.
+    pub(crate) async fn settled_group(&self) -> Result<Group, CheckpointError> {
         self.background.settled().await;
-        (self.group.clone(), self.coordinator)
+        self.settings().enter_group()
     }
 
     /// The group in which ranks decide while background saves go on, or that of the saves.
-    pub(crate) async fn decisive_group(&self) -> (Option<Arc<dyn Collective>>, Rank) {
-        match &self.decisions {
-            Some(group) => (Some(Arc::clone(group)), self.coordinator),
+    pub(crate) async fn decisive_group(&self) -> Result<Group, CheckpointError> {
+        match self.settings().enter_decision_group() {
+            Some(group) => group,
             None => self.settled_group().await,
         }
     }

@@ -14,20 +14,21 @@
 //! # }
 //! ```
 //!
-//! A trainer keeps a [`Checkpointer`], with its group of ranks, storages, planners and casts. It
+//! A trainer keeps a [`Checkpointer`], with the [`Settings`] of its group, storages and formats. It
 //! saves and loads any [`Stateful`] value, also in the background:
 //!
 //! ```
 //! use std::sync::Arc;
 //!
-//! use dcp::{Checkpointer, Collective, DType, StateDict};
+//! use dcp::{Checkpointer, Collective, DType, Settings, StateDict};
 //!
 //! # fn example(
 //! #     group: Arc<dyn Collective>,
 //! #     mut state: StateDict,
 //! # ) -> Result<(), Box<dyn std::error::Error>> {
 //! // Of processes: `Arc::new(dcp::collectives::TcpConfig::from_env()?.connect()?)`.
-//! let checkpointer = Checkpointer::new().group(group).cast(DType::BFloat16);
+//! let settings = Settings::in_group(group).cast(DType::BFloat16);
+//! let checkpointer = Checkpointer::with_settings(settings);
 //! checkpointer.load(&mut state, "runs/step_1000").blocking()?;
 //! let saving = checkpointer.save(&state, "runs/step_2000").background()?;
 //! // ... training goes on ...
@@ -103,10 +104,9 @@ pub use block_on::block_on;
 pub use checkpointer::Checkpointer;
 pub use dcp_core::registry::StorageRegistry;
 pub use dcp_core::{
-    CheckpointError, Collective, DType, HostMemory, Region, Shard, StateDict, Stateful, Storage,
-    Tensor, Value,
+    CheckpointError, Collective, DType, Region, Shard, StateDict, Stateful, Storage, Tensor, Value,
 };
-pub use dcp_engine::{AppState, LoadMode};
+pub use dcp_engine::{AppState, LoadMode, Settings};
 #[cfg(feature = "jobs")]
 pub use dcp_jobs::{Checkpoint, Format, Opener};
 pub use storages::default_storages;

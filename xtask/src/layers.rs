@@ -343,7 +343,10 @@ fn sources_do_not_name_what_belongs_elsewhere() {
     /// Files that may, with the reason.
     const EXCEPT: [(&str, &str); 3] = [
         ("dcp-storage-object/src/opener/aws_profile.rs", "keys of a user are in two files"),
-        ("dcp-engine/src/machine.rs", "the system shows the name of a boot as a file"),
+        (
+            "dcp-engine/src/read_sharing/machines.rs",
+            "the system shows the name of a boot as a file",
+        ),
         ("dcp-collectives/src/tcp/file.rs", "the secret of a job and its certificates are files"),
     ];
     let mut wrong =

@@ -26,7 +26,7 @@ const OTHERS: [&str; 6] =
 /// Setters in errors of plug-ins and trainers, which no command meets.
 const OF_PROGRAMS: [&str; 4] = [
     "GlobalPlan::left_out",
-    "Saver::cast",
+    "Settings::cast",
     "ShardedTensor::builder",
     "ShardedTensor::from_rank_offsets",
 ];

@@ -18,7 +18,7 @@ fn traced_save() -> tempfile::TempDir {
         let tensor = Tensor::from_slice(&[1.0_f32; 10_000], [10_000_u64]).unwrap();
         let mut state = StateDict::new();
         state.insert(format!("rank{rank}"), tensor);
-        let checkpointer = Checkpointer::new().group(group).trace(&recorder);
+        let checkpointer = Checkpointer::in_group(group).trace(&recorder);
         checkpointer.save(&state, &target).blocking().unwrap();
         checkpointer.load(&mut state, &target).blocking().unwrap();
         recorder.finish().unwrap();

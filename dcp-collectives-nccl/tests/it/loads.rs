@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use dcp_collectives_nccl::BulkCollective;
 use dcp_core::{Collective, DType, StateDict, StorageReader, Tensor, Value};
-use dcp_engine::{BroadcastReader, Exchange, Loader, ParallelReader, ReadSharing, Saver};
+use dcp_engine::{BroadcastReader, Exchange, Loader, ParallelReader, ReadSharing, Saver, Settings};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_testing::{block_on, memory, on_ranks};
 
@@ -44,7 +44,8 @@ fn replicas_receive_tensors_over_the_network() {
             let zeros = Tensor::zeros(DType::UInt8, [LEN as u64]).unwrap();
             let mut into = StateDict::from([("weight", Value::from(zeros))]);
             into.insert("step", 0);
-            block_on(Loader::new().group(group).load(&mut into, &reader)).unwrap();
+            block_on(Loader::with_settings(Settings::in_group(group)).load(&mut into, &reader))
+                .unwrap();
             let loaded = into.at("weight").unwrap().as_tensor().unwrap().to_vec().unwrap();
             assert!(loaded == whole);
         });

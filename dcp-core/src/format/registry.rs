@@ -52,11 +52,13 @@ impl FormatRegistry {
         Self::default()
     }
 
-    /// Adds a format. It replaces one of the same name.
+    /// Adds a format, or replaces the one of the same name in its place.
     pub fn register(&mut self, format: Arc<dyn CheckpointFormat>) {
         let name = format.info().name;
-        self.formats.retain(|known| known.info().name != name);
-        self.formats.insert(0, format);
+        match self.formats.iter_mut().find(|known| known.info().name == name) {
+            Some(known) => *known = format,
+            None => self.formats.insert(0, format),
+        }
     }
 
     /// Adds a format, as [`register`](Self::register) does.
@@ -222,8 +224,7 @@ impl FormatRegistry {
         Err(CheckpointError::NotACheckpoint { message })
     }
 
-    /// Opens the checkpoint in a folder by the first of `matches`. One that finds none of its checkpoints there, because
-    /// a file only has a name of its, leaves the folder to the [others](Self::others).
+    /// Opens the checkpoint in a folder by the first of `matches`, or [another one](Self::open_match).
     pub(super) async fn open_first(
         &self,
         matches: &[FolderMatch],
@@ -234,16 +235,27 @@ impl FormatRegistry {
             let message = self.explain(&place.listing().root());
             return Err(CheckpointError::NotACheckpoint { message });
         };
-        let error = match best.format.open(place, options).await {
-            Err(error @ CheckpointError::NotACheckpoint { .. }) => error,
-            opened => return opened,
-        };
-        for other in self.others(&place.listing().root(), best) {
-            if let Ok(opened) = other.format.open(place, options).await {
-                return Ok(opened);
+        self.open_match(best, place, options).await.1
+    }
+
+    /// Opens the checkpoint in a folder by the format of `best`. Where that finds none of its checkpoints, because a
+    /// file only has a name of its, by the first of the [others](Self::others) that does. The format is returned with
+    /// the result. A checkpoint with none of the [keys](OpenOptions::keys) of `options` is opened with all that it has.
+    pub async fn open_match(
+        &self,
+        best: &FolderMatch,
+        place: &Place,
+        options: &OpenOptions,
+    ) -> (FolderMatch, Result<OpenedCheckpoint, CheckpointError>) {
+        let opened = open_by(&*best.format, place, options).await;
+        if matches!(opened, Err(CheckpointError::NotACheckpoint { .. })) {
+            for other in self.others(&place.listing().root(), best) {
+                if let Ok(opened) = open_by(&*other.format, place, options).await {
+                    return (other, Ok(opened));
+                }
             }
         }
-        Err(error)
+        (best.clone(), opened)
     }
 
     /// The format of a checkpoint that is one file, by its name and its first bytes.
@@ -404,6 +416,20 @@ pub fn natural(name: &str) -> Vec<(String, u128)> {
         rest = tail;
     }
     parts
+}
+
+/// Opens a checkpoint by a format with the keys that are needed, or with all where it has none of those.
+async fn open_by(
+    format: &dyn CheckpointFormat,
+    place: &Place,
+    options: &OpenOptions,
+) -> Result<OpenedCheckpoint, CheckpointError> {
+    let opened = format.open(place, options).await?;
+    let (Some(keys), Some(names)) = (&options.keys, &opened.names) else { return Ok(opened) };
+    match keys.of(names).contains(&true) {
+        true => Ok(opened),
+        false => format.open(place, &options.clone().with_keys(None)).await,
+    }
 }
 
 #[cfg(test)]

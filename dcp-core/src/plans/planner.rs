@@ -47,7 +47,7 @@ use crate::plans::plan::{GlobalPlan, LoadPlan, LoadReport, PlanContext, SavePlan
 /// assert!(dcp_conformance::passes(dcp_conformance::planner::save_trials("without", planner)));
 /// ```
 ///
-/// A save takes it by `dcp::Checkpointer::save_planner`.
+/// A save takes it by `dcp::Settings::save_planner`.
 pub trait SavePlanner: fmt::Debug + Send + Sync {
     /// The items that this rank offers to write.
     ///

@@ -4,6 +4,7 @@
 //! `dcp-conformance`; every checkpoint format then works on it. Conveniences for callers are in
 //! [`StorageExt`], which backends do not implement.
 
+mod buffered_upload;
 mod capabilities;
 mod conditional_claim;
 mod ext;
@@ -27,6 +28,7 @@ use crate::error::StorageErrorKind;
 use crate::names::key::Key;
 use crate::tensors::payload::Payload;
 
+pub use buffered_upload::BufferedUpload;
 pub use capabilities::{Capabilities, WriteLimits};
 pub use conditional_claim::ConditionalClaim;
 pub use ext::{READ_ALL_BYTES_MAX, StorageExt};
@@ -60,52 +62,41 @@ pub type PartFuture = Pin<Box<dyn Future<Output = Result<(), StorageError>> + Se
 /// A storage over a map, which passes the suite of `dcp-conformance`:
 ///
 /// ```
-/// use std::collections::{BTreeMap, BTreeSet};
+/// use std::collections::BTreeMap;
 /// use std::sync::{Arc, Mutex};
 /// use std::time::Duration;
 ///
 /// use async_trait::async_trait;
-/// use bytes::Bytes;
-/// use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind as Kind};
+/// use dcp_core::bytes::Bytes;
 /// use dcp_core::error::StorageOp as Op;
 /// use dcp_core::storage::{
-///     Capabilities, Claim, FolderEntry, FolderStream, Leftover, LeftoverAction, ObjectMeta,
-///     ObjectStream, PartFuture, PutMode, ReadInto, ReadOutcome, ReadRequest, Upload,
+///     BufferedUpload, Capabilities, Claim, FolderEntry, FolderStream, Leftover,
+///     LeftoverAction as Action, ObjectMeta, ObjectStream, PutMode, ReadOutcome, ReadRequest, Upload,
 ///     UploadOptions, WholeObject,
 /// };
+/// use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind as Kind};
 /// use futures_util::stream;
 ///
+/// type Result<T> = std::result::Result<T, StorageError>;
+///
 /// #[derive(Clone, Debug, Default)]
-/// struct MapStorage(Arc<Mutex<BTreeMap<Key, Bytes>>>);
+/// pub struct MapStorage(Arc<Mutex<BTreeMap<Key, Bytes>>>);
 ///
 /// fn error(kind: Kind, op: Op, key: &Key) -> StorageError {
 ///     StorageError::new(kind, op, Some(key.clone()))
 /// }
 ///
 /// impl MapStorage {
-///     fn get(&self, op: Op, key: &Key) -> Result<Bytes, StorageError> {
+///     fn get(&self, op: Op, key: &Key) -> Result<Bytes> {
 ///         self.0.lock().unwrap().get(key).cloned().ok_or_else(|| error(Kind::NotFound, op, key))
-///     }
-///
-///     fn insert(&self, key: &Key, bytes: Bytes, mode: PutMode) -> Result<ObjectMeta, StorageError> {
-///         let mut objects = self.0.lock().unwrap();
-///         match mode {
-///             PutMode::Overwrite => {}
-///             PutMode::Create if !objects.contains_key(key) => {}
-///             PutMode::Create => return Err(error(Kind::AlreadyExists, Op::Put, key)),
-///             _ => return Err(error(Kind::Unsupported, Op::Put, key)),
-///         }
-///         let meta = ObjectMeta::new(key.clone(), bytes.len() as u64);
-///         objects.insert(key.clone(), bytes);
-///         Ok(meta)
 ///     }
 ///
 ///     /// The objects in a folder, at any depth.
 ///     fn found(&self, folder: Option<&Key>) -> Vec<ObjectMeta> {
 ///         let objects = self.0.lock().unwrap();
-///         let found = objects.iter().filter(|(key, _)| {
-///             folder.is_none_or(|folder| *key != folder && key.is_under(folder))
-///         });
+///         let is_found =
+///             |key: &Key| folder.is_none_or(|folder| key != folder && key.is_under(folder));
+///         let found = objects.iter().filter(|(key, _)| is_found(key));
 ///         found.map(|(key, bytes)| ObjectMeta::new(key.clone(), bytes.len() as u64)).collect()
 ///     }
 /// }
@@ -113,59 +104,41 @@ pub type PartFuture = Pin<Box<dyn Future<Output = Result<(), StorageError>> + Se
 /// #[async_trait]
 /// impl Storage for MapStorage {
 ///     fn capabilities(&self) -> Capabilities {
-///         let mut capabilities = Capabilities::none();
-///         capabilities.writable = true;
-///         capabilities.listable = true;
-///         capabilities.atomic_create = true;
-///         capabilities.complete_listing = true;
-///         capabilities.ranged_reads = true;
-///         capabilities
+///         let mut all = Capabilities::none();
+///         (all.writable, all.listable, all.ranged_reads) = (true, true, true);
+///         (all.atomic_create, all.complete_listing) = (true, true);
+///         all
 ///     }
 ///
-///     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
+///     async fn stat(&self, key: &Key) -> Result<ObjectMeta> {
 ///         Ok(ObjectMeta::new(key.clone(), self.get(Op::Stat, key)?.len() as u64))
 ///     }
 ///
-///     async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
-///         let bytes = self.get(Op::Read, key)?;
-///         let fill = |ReadInto { byte_offset, mut buffer }: ReadInto| {
-///             let start = usize::try_from(byte_offset).unwrap_or(usize::MAX);
-///             let range = start..start.saturating_add(buffer.len());
-///             match bytes.get(range) {
-///                 Some(found) => buffer.copy_from_slice(found),
-///                 None if buffer.is_empty() => {}
-///                 None => return Err(error(Kind::Truncated, Op::Read, key)),
-///             }
-///             Ok(buffer)
-///         };
-///         let buffers = request.ranges.into_iter().map(fill).collect::<Result<_, _>>()?;
-///         Ok(ReadOutcome::new(buffers))
+///     async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome> {
+///         request.fill_from(key, &self.get(Op::Read, key)?)
 ///     }
 ///
-///     async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
-///         let bytes = self.get(Op::Read, key)?;
-///         if bytes.len() as u64 > max_bytes {
-///             return Err(error(Kind::TooLarge, Op::Read, key));
+///     async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject> {
+///         let (meta, bytes) = (self.stat(key).await?, self.get(Op::Read, key)?);
+///         let fits = bytes.len() as u64 <= max_bytes;
+///         fits.then(|| WholeObject::new(meta, bytes))
+///             .ok_or_else(|| error(Kind::TooLarge, Op::Read, key))
+///     }
+///
+///     async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<ObjectMeta> {
+///         let mut objects = self.0.lock().unwrap();
+///         match mode {
+///             PutMode::Overwrite => {}
+///             PutMode::Create if !objects.contains_key(key) => {}
+///             PutMode::Create => return Err(error(Kind::AlreadyExists, Op::Put, key)),
+///             _ => return Err(error(Kind::Unsupported, Op::Put, key)),
 ///         }
-///         Ok(WholeObject::new(ObjectMeta::new(key.clone(), bytes.len() as u64), bytes))
+///         objects.insert(key.clone(), payload.pieces().concat().into());
+///         Ok(ObjectMeta::new(key.clone(), payload.len()))
 ///     }
 ///
-///     async fn put(
-///         &self,
-///         key: &Key,
-///         payload: Payload,
-///         mode: PutMode,
-///     ) -> Result<ObjectMeta, StorageError> {
-///         self.insert(key, payload.pieces().concat().into(), mode)
-///     }
-///
-///     async fn start_upload(
-///         &self,
-///         key: &Key,
-///         options: UploadOptions,
-///     ) -> Result<Box<dyn Upload>, StorageError> {
-///         let (to, key, mode) = (self.clone(), key.clone(), options.mode);
-///         Ok(Box::new(MapUpload { to, key, mode, bytes: Vec::new() }))
+///     async fn start_upload(&self, key: &Key, options: UploadOptions) -> Result<Box<dyn Upload>> {
+///         Ok(Box::new(BufferedUpload::new(self.clone(), key.clone(), options.mode)))
 ///     }
 ///
 ///     fn list(&self, folder: Option<&Key>) -> ObjectStream {
@@ -173,65 +146,24 @@ pub type PartFuture = Pin<Box<dyn Future<Output = Result<(), StorageError>> + Se
 ///     }
 ///
 ///     fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
-///         let skipped = folder.map_or(0, |folder| folder.as_str().len() + 1);
-///         let (mut folders, mut entries) = (BTreeSet::new(), Vec::new());
-///         for object in self.found(folder) {
-///             match object.key.as_str()[skipped..].split_once('/') {
-///                 None => entries.push(Ok(FolderEntry::Object(object))),
-///                 Some((name, _)) => {
-///                     let len = skipped + name.len();
-///                     folders.insert(Key::new(&object.key.as_str()[..len]).unwrap());
-///                 }
-///             }
-///         }
-///         entries.extend(folders.into_iter().map(|folder| Ok(FolderEntry::Folder(folder))));
-///         Box::pin(stream::iter(entries))
+///         Box::pin(stream::iter(FolderEntry::of_objects(self.found(folder), folder).map(Ok)))
 ///     }
 ///
-///     async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+///     async fn delete(&self, keys: &[Key]) -> Result<()> {
 ///         let mut objects = self.0.lock().unwrap();
 ///         keys.iter().for_each(|key| drop(objects.remove(key)));
 ///         Ok(())
 ///     }
 ///
-///     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+///     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>> {
 ///         Err(error(Kind::Unsupported, Op::Claim, key))
 ///     }
 ///
-///     async fn leftovers(
-///         &self,
-///         _: Option<&Key>,
-///         _: Duration,
-///         _: LeftoverAction,
-///     ) -> Result<Vec<Leftover>, StorageError> {
+///     async fn leftovers(&self, _: Option<&Key>, _: Duration, _: Action) -> Result<Vec<Leftover>> {
 ///         Ok(Vec::new())
 ///     }
 ///
-///     async fn remove_empty_folders(&self, _: &Key) -> Result<(), StorageError> {
-///         Ok(())
-///     }
-/// }
-///
-/// #[derive(Debug)]
-/// struct MapUpload {
-///     to: MapStorage,
-///     key: Key,
-///     mode: PutMode,
-///     bytes: Vec<u8>,
-/// }
-///
-/// #[async_trait]
-/// impl Upload for MapUpload {
-///     fn put_part(&mut self, part: Payload) -> PartFuture {
-///         part.pieces().iter().for_each(|piece| self.bytes.extend_from_slice(piece));
-///         Box::pin(async { Ok(()) })
-///     }
-///
-///     async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError> {
-///         self.to.insert(&self.key, self.bytes.into(), self.mode)
-///     }
-///
-///     async fn abort(self: Box<Self>) -> Result<(), StorageError> {
+///     async fn remove_empty_folders(&self, _: &Key) -> Result<()> {
 ///         Ok(())
 ///     }
 /// }

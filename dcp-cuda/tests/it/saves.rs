@@ -8,7 +8,7 @@ use dcp_core::{
     CheckpointError, Collective, DType, Region, Shard, StateDict, Storage, Tensor, Value,
 };
 use dcp_cuda::{Device, PinnedStaging};
-use dcp_engine::{BackgroundSaver, Loader, Saver};
+use dcp_engine::{BackgroundSaver, Loader, Saver, Settings};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_storage_fs::FsStorage;
 use dcp_testing::{block_on, on_ranks};
@@ -67,7 +67,7 @@ fn save(
     storage: &Arc<dyn Storage>,
     staging: u64,
 ) -> Result<(), CheckpointError> {
-    let saver = Saver::new().group(group).staging_bytes(staging);
+    let saver = Saver::with_settings(Settings::in_group(group).staging_bytes(staging));
     block_on(saver.save(state, &DcpWriter::new(Arc::clone(storage)))).map(drop)
 }
 
@@ -97,7 +97,7 @@ proptest! {
         for (rank, device) in (0..).zip(on_ranks(wanted, |rank, group| {
             let zeros = vec![0; whole.len()];
             let (mut state, device) = state(&staging, &regions(rank, wanted, !columns), &zeros);
-            let loader = Loader::new().group(group).staging_bytes(staging_bytes);
+            let loader = Loader::with_settings(Settings::in_group(group).staging_bytes(staging_bytes));
             block_on(loader.load(&mut state, &DcpReader::new(Arc::clone(&storage)))).unwrap();
             device
         })) {

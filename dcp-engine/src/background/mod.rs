@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use dcp_core::error::{Phase, RankFailure};
-use dcp_core::{CheckpointError, Collective, StateDict, StorageWriter};
+use dcp_core::{CheckpointError, StateDict, StorageWriter};
 use tokio::sync::watch;
 
 pub use self::handle::{SaveHandle, SaveProgress, SaveStage};
@@ -59,7 +59,6 @@ use crate::summary::SaveSummary;
 pub struct BackgroundSaver {
     saver: Saver,
     stager: Arc<dyn Stager>,
-    decisions: Option<Arc<dyn Collective>>,
     shared: Arc<Shared>,
 }
 
@@ -85,31 +84,12 @@ type Opening =
 type Job = Result<(Staging, Instant, Opening), CheckpointError>;
 
 impl BackgroundSaver {
-    /// Saves as `saver` does.
+    /// Saves as `saver` does, whose settings also say how states are copied and where ranks agree to skip.
     #[must_use]
     pub fn new(saver: Saver) -> Self {
-        Self {
-            saver,
-            stager: Arc::new(BlockingStager::new()),
-            decisions: None,
-            shared: Arc::default(),
-        }
-    }
-
-    /// Copies states by `stager`; by default with a [`BlockingStager`].
-    #[must_use]
-    #[doc(alias = "async_stager")]
-    pub fn stager(mut self, stager: Arc<dyn Stager>) -> Self {
-        self.stager = stager;
-        self
-    }
-
-    /// The group in which ranks agree to [skip](WhenBusy::Skip) a save, on the thread that starts
-    /// it. It is another one than the saver's, which an earlier save may use at that time.
-    #[must_use]
-    pub fn decision_group(mut self, group: Arc<dyn Collective>) -> Self {
-        self.decisions = Some(group);
-        self
+        let stager = saver.settings().stager.clone();
+        let stager = stager.unwrap_or_else(|| Arc::new(BlockingStager::new()));
+        Self { saver, stager, shared: Arc::default() }
     }
 
     /// Sets the name of the place of the saves in errors; see [`Saver::place`].
@@ -156,7 +136,7 @@ impl BackgroundSaver {
     /// save is under way. Returns `None` for a save that is skipped.
     ///
     /// In a group, all ranks call it with the same choice. To skip they need a
-    /// [`decision_group`](Self::decision_group).
+    /// [`decision_group`](crate::Settings::decision_group).
     ///
     /// # Errors
     ///
@@ -247,14 +227,14 @@ impl BackgroundSaver {
 
     fn is_busy_anywhere(&self) -> Result<bool, CheckpointError> {
         let busy = self.shared.is_busy();
-        match &self.decisions {
+        match self.saver.settings().decision_collective() {
             Some(group) => {
                 let all = group.all_gather(vec![u8::from(busy)].into())?;
                 Ok(all.iter().any(|rank| rank[..] != [0]))
             }
-            None if self.saver.world_size() == 1 => Ok(busy),
+            None if self.saver.settings().world_size() == 1 => Ok(busy),
             None => Err(background(
-                "to skip saves, ranks need a group to agree in; set BackgroundSaver::decision_group"
+                "to skip saves, ranks need a group to agree in; set Settings::decision_group"
                     .into(),
             )),
         }
@@ -270,7 +250,7 @@ impl BackgroundSaver {
             Ok(staging) => Ok(self.run(Ok((staging, started, open)))),
             Err(error) => {
                 // In place of a save, so that the other ranks do not wait for it.
-                let failures = vec![RankFailure::of(self.saver.rank(), &error)];
+                let failures = vec![RankFailure::of(self.saver.settings().rank(), &error)];
                 self.run(Err(CheckpointError::Ranks { phase: Phase::Plan, failures })).silence();
                 Err(error)
             }
@@ -289,7 +269,7 @@ impl BackgroundSaver {
             }
         };
         let observer = Arc::clone(&slot) as Arc<dyn CheckpointObserver>;
-        let saver = self.saver.clone().observer(observer);
+        let saver = self.saver.clone().watched_by(observer);
         let job = match job {
             Ok((staging, started, open)) if staging.is_complete() => {
                 saver.observe(&CheckpointEvent::Staged { duration: started.elapsed() });

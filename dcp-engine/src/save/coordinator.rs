@@ -74,7 +74,7 @@ impl Saver {
         answers: &[Bytes],
     ) -> Result<(Vec<Bytes>, Lead<'a>), CheckpointError> {
         let locals = SavePlan::from_answers(&lead.summaries, answers)?;
-        let mut global = self.planner.global_plan(&locals)?;
+        let mut global = self.settings.save_planner.global_plan(&locals)?;
         global.check_against(&locals, &self.planner_name())?;
         let run = lead.run.as_ref().ok_or_else(no_plan)?;
         let write_plans = run.place(&locals, &mut global)?;

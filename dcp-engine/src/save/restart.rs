@@ -11,6 +11,7 @@ use super::Saver;
 use crate::memory::Remembered;
 use crate::messages::plan_id;
 use crate::packed;
+use crate::settings::Settings;
 
 const MAGIC: [u8; 4] = *b"dpr2";
 /// The length of a SHA-256.
@@ -29,7 +30,7 @@ impl Saver {
         let global =
             memory.plans.entries().into_iter().find(|(key, _)| plan_id(key) == mine.plan_id);
         let mut out = MessageWriter::new(MAGIC);
-        self.settings().iter().for_each(|setting| out.text(setting));
+        self.identity().iter().for_each(|setting| out.text(setting));
         out.bytes(&mine.fingerprint.to_le_bytes());
         out.bytes(&mine.plan_id.to_le_bytes());
         out.bytes(&mine.plan.to_wire());
@@ -62,7 +63,7 @@ impl Saver {
             .filter(|(message, digest)| sha256(message) == **digest)
             .ok_or_else(|| refused("they are damaged; remove them"))?;
         let mut input = MessageReader::new(message, MAGIC)?;
-        for setting in self.settings() {
+        for setting in self.identity() {
             let found = input.text()?;
             if found != setting {
                 return Err(refused(&format!("they are of {found:?}, this is {setting:?}")));
@@ -90,12 +91,14 @@ impl Saver {
     }
 
     /// The settings that a plan depends on besides the state and the writer.
-    fn settings(&self) -> [String; 3] {
-        let (rank, world, coordinator) = (self.rank(), self.world_size(), self.coordinator);
+    fn identity(&self) -> [String; 3] {
+        let Settings { save_planner, .. } = &self.settings;
+        let (rank, world) = (self.settings.rank(), self.settings.world_size());
+        let coordinator = self.settings.coordinator_rank();
         [
             format!("dcp-engine {}", env!("CARGO_PKG_VERSION")),
             format!("rank {rank} of {world} with coordinator {coordinator}"),
-            format!("{:?}", self.planner),
+            format!("{:?}", save_planner),
         ]
     }
 }

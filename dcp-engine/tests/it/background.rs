@@ -10,7 +10,9 @@ use dcp_conformance::{FaultStorage, SlowStorage, StallStorage};
 use dcp_core::error::FailureKind;
 use dcp_core::{CheckpointError, Collective, StateDict, Storage, StorageWriter, Value};
 use dcp_engine::stage::{BlockingStager, OverlappedStager, Staging};
-use dcp_engine::{BackgroundSaver, SaveHandle, SaveStage, Saver, StagedState, Stager, WhenBusy};
+use dcp_engine::{
+    BackgroundSaver, SaveHandle, SaveStage, Saver, Settings, StagedState, Stager, WhenBusy,
+};
 use dcp_formats::dcp::DcpWriter;
 
 use crate::harness::{block_on, holds_sample, memory, on_ranks, sample};
@@ -114,7 +116,7 @@ fn what_a_save_failed_with_unheard_the_next_start_returns_once() {
 fn ranks_that_heard_of_a_failure_do_not_wait_for_those_that_did_not() {
     let storage = memory();
     let results = on_ranks(2, |rank, group| {
-        let saver = BackgroundSaver::new(Saver::new().group(group));
+        let saver = BackgroundSaver::new(Saver::with_settings(Settings::in_group(group)));
         let failing = saver.start(&sample(rank, 2, 1), broken()).unwrap();
         // Rank 0 gets its error; rank 1 begins the next save when it has ended, without waiting.
         if rank == 0 {
@@ -220,12 +222,16 @@ impl Stager for Witness {
     }
 }
 
+fn staged_by(stager: Arc<dyn Stager>) -> BackgroundSaver {
+    BackgroundSaver::new(Saver::with_settings(Settings::new().stager(stager)))
+}
+
 #[test]
 fn a_save_waits_for_the_one_before_it_before_it_copies_the_state() {
     let storage = memory();
     let stalled = StallStorage::new(Arc::clone(&storage), 1);
     let witness = Arc::new(Witness::default());
-    let saver = BackgroundSaver::new(Saver::new()).stager(witness.clone());
+    let saver = staged_by(witness.clone());
     let first = saver.start(&sample(0, 1, 1), writer(&(Arc::new(stalled.clone()) as _))).unwrap();
     let ended = Arc::new(AtomicU32::new(0));
     *witness.before.lock().unwrap() = Some(Arc::clone(&ended));
@@ -268,13 +274,15 @@ fn ranks_skip_a_save_together_or_not_at_all() {
     let stalled = StallStorage::new(Arc::clone(&storage), 1);
     let skipped = on_ranks(2, |rank, group| {
         let place: Arc<dyn Storage> = Arc::new(stalled.clone());
-        let saver = BackgroundSaver::new(Saver::new().group(group));
+        let settings = Settings::in_group(group);
+        let saver = BackgroundSaver::new(Saver::with_settings(settings.clone()));
         let undecided =
             saver.start_when(WhenBusy::Skip, &sample(rank, 2, 0), async { Ok(writer(&memory())) });
         let error = undecided.unwrap_err().to_string();
         assert!(error.contains("decision_group"), "{error}");
 
-        let saver = saver.decision_group(Arc::clone(&decisions[rank as usize]));
+        let settings = settings.decision_group(Arc::clone(&decisions[rank as usize]));
+        let saver = BackgroundSaver::new(Saver::with_settings(settings));
         let start = |step, to: &Arc<dyn Storage>| {
             let to = writer(to);
             saver.start_when(WhenBusy::Skip, &sample(rank, 2, step), async { Ok(to) }).unwrap()
@@ -300,8 +308,9 @@ fn a_rank_without_a_state_takes_part_in_the_decision_to_skip() {
         LocalCollective::group(2).into_iter().map(|rank| Arc::new(rank) as _).collect();
     let stalled = StallStorage::new(Arc::clone(&storage), 1);
     on_ranks(2, |rank, group| {
-        let saver = BackgroundSaver::new(Saver::new().group(group))
-            .decision_group(Arc::clone(&decisions[rank as usize]));
+        let decisions = Arc::clone(&decisions[rank as usize]);
+        let settings = Settings::in_group(group).decision_group(decisions);
+        let saver = BackgroundSaver::new(Saver::with_settings(settings));
         let start = |step, to: &Arc<dyn Storage>| {
             let to = writer(to);
             saver.start_when(WhenBusy::Skip, &sample(rank, 2, step), async { Ok(to) }).unwrap()
@@ -346,8 +355,9 @@ fn a_failing_or_panicking_copy_fails_the_save_on_all_ranks_and_blocks_no_other()
     let storage = memory();
     on_ranks(2, |rank, group| {
         let (permits, permit) = mpsc::channel();
-        let saver = BackgroundSaver::new(Saver::new().group(group))
-            .stager(Arc::new(OnPermit(Mutex::new(permit))));
+        let stager = Arc::new(OnPermit(Mutex::new(permit)));
+        let settings = Settings::in_group(group).stager(stager);
+        let saver = BackgroundSaver::new(Saver::with_settings(settings));
         permits.send(if rank == 1 { Err(CheckpointError::Canceled) } else { Ok(()) }).unwrap();
         permits.send(Ok(())).unwrap();
         let failing = saver.start(&sample(rank, 2, 1), writer(&storage)).unwrap();
@@ -359,21 +369,21 @@ fn a_failing_or_panicking_copy_fails_the_save_on_all_ranks_and_blocks_no_other()
     assert!(holds_sample(&storage, 2));
 
     let (permits, permit) = mpsc::channel();
-    let saver = BackgroundSaver::new(Saver::new()).stager(Arc::new(OnPermit(Mutex::new(permit))));
+    let saver = staged_by(Arc::new(OnPermit(Mutex::new(permit))));
     drop(permits);
     let panicking = saver.start(&sample(0, 1, 3), writer(&storage)).unwrap();
     spin(panicking.staged());
     let error = wait(panicking).unwrap_err();
     assert!(matches!(error, CheckpointError::Background { .. }), "{error}");
-    let blocking = saver.stager(Arc::new(BlockingStager::new()));
-    wait(blocking.start(&sample(0, 1, 4), writer(&storage)).unwrap()).unwrap();
+    let staged = StagedState::of(&sample(0, 1, 4)).unwrap();
+    wait(saver.start_staged(staged, writer(&storage))).unwrap();
     assert!(holds_sample(&storage, 4));
 }
 
 #[test]
 fn an_overlapped_copy_is_staged_before_it_is_written() {
     let storage = memory();
-    let saver = BackgroundSaver::new(Saver::new()).stager(Arc::new(OverlappedStager::new()));
+    let saver = staged_by(Arc::new(OverlappedStager::new()));
     for step in 1..=3 {
         let handle = saver.start(&sample(0, 1, step), writer(&storage)).unwrap();
         spin(handle.staged());

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dcp_conformance::{CollectiveFault, FaultCollective};
 use dcp_core::{CheckpointError, Collective, DType, Region, StateDict, StorageReader, Tensor};
-use dcp_engine::{BroadcastReader, Loader, Saver};
+use dcp_engine::{BroadcastReader, Loader, Saver, Settings};
 use dcp_formats::dcp::DcpWriter;
 use proptest::prelude::*;
 
@@ -22,7 +22,7 @@ fn load(
     reading: u32,
 ) -> Result<(), CheckpointError> {
     let reader = BroadcastReader::new(inner, Arc::clone(&group), reading);
-    block_on(Loader::new().group(group).load(state, &reader)).map(|_| ())
+    block_on(Loader::with_settings(Settings::in_group(group)).load(state, &reader)).map(|_| ())
 }
 
 #[test]
@@ -113,7 +113,7 @@ proptest! {
             let mut state = StateDict::new();
             state.insert("w", counting(&shape, &[rows(&shape, rank, saved_on)], 3));
             let writer = DcpWriter::new(Arc::clone(&storage));
-            block_on(Saver::new().group(group).save(&state, &writer)).map(|_| ())
+            block_on(Saver::with_settings(Settings::in_group(group)).save(&state, &writer)).map(|_| ())
         });
         prop_assert!(saved.into_iter().all(|result| result.is_ok()));
         let regions: Vec<_> = boxes

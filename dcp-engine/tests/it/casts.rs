@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dcp_core::{DType, HostMemory, Region, Shard, StateDict, Tensor, Value};
-use dcp_engine::{BackgroundSaver, Casts, Loader, Saver};
+use dcp_engine::{BackgroundSaver, Casts, Loader, Saver, Settings};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_planner::KeyFilter;
 
@@ -34,7 +34,7 @@ fn a_save_casts_floats_and_tells_what_was_lost() {
         ("note", Value::from("text")),
     ]);
     let casts = Casts::to(DType::Float16).keep(KeyFilter::any_of(["kept"]));
-    let saver = Saver::new().cast(casts);
+    let saver = Saver::with_settings(Settings::new().cast(casts));
     let summary = block_on(saver.save(&state, &DcpWriter::new(Arc::clone(&storage)))).unwrap();
     let cast = &summary.cast.tensors;
     assert_eq!(cast.keys().map(|fqn| &**fqn).collect::<Vec<_>>(), ["w"]);
@@ -68,7 +68,8 @@ fn every_rank_casts_what_it_writes_and_all_hear_the_sum() {
         let shard = Shard::new(DType::Float32, rows, HostMemory::from_vec(numbers)).unwrap();
         let w = Tensor::sharded(DType::Float32, [6, 3], vec![shard]).unwrap();
         let state = StateDict::from([("w", w)]);
-        let saver = Saver::new().group(group).cast(Casts::to(DType::BFloat16));
+        let saver =
+            Saver::with_settings(Settings::in_group(group).cast(Casts::to(DType::BFloat16)));
         let saver = BackgroundSaver::new(saver);
         let writer = Arc::new(DcpWriter::new(Arc::clone(&storage)));
         block_on(async { saver.start(&state, writer)?.wait().await })
@@ -92,7 +93,7 @@ fn a_dtype_of_no_plain_numbers_is_refused_by_name() {
     let state = StateDict::from([("w", vector(DType::Float32, vec![0; 16]))]);
     let storage = memory();
     for to in [DType::Int8, DType::QInt8, DType::Complex64] {
-        let saver = Saver::new().cast(Casts::to(to));
+        let saver = Saver::with_settings(Settings::new().cast(Casts::to(to)));
         let refused = block_on(saver.save(&state, &DcpWriter::new(Arc::clone(&storage))));
         let error = refused.unwrap_err().to_string();
         assert!(error.contains("\"w\""), "{error}");

@@ -14,7 +14,8 @@ use dcp_core::{
     Storage, StorageReader, Tensor, Value,
 };
 use dcp_engine::{
-    BackgroundSaver, Casts, Exchange, Loader, ParallelReader, ReadSharing, Saver, StagedState,
+    BackgroundSaver, Casts, Exchange, Loader, ParallelReader, ReadSharing, Saver, Settings,
+    StagedState,
 };
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_testing::{FakeDevice, Traffic, on_ranks};
@@ -72,7 +73,7 @@ fn save(
     storage: &Arc<dyn Storage>,
     staging: u64,
 ) -> Result<(), CheckpointError> {
-    let saver = Saver::new().group(group).staging_bytes(staging);
+    let saver = Saver::with_settings(Settings::in_group(group).staging_bytes(staging));
     block_on(saver.save(state, &DcpWriter::new(Arc::clone(storage)))).map(drop)
 }
 
@@ -141,7 +142,7 @@ proptest! {
                 let shared = ParallelReader::new(reader, Arc::clone(&group)).sharing(ReadSharing::Always);
                 reader = Arc::new(shared.exchange(Exchange::GatherRounds));
             }
-            let loader = Loader::new().group(group).staging_bytes(staging);
+            let loader = Loader::with_settings(Settings::in_group(group).staging_bytes(staging));
             block_on(loader.load(&mut into.dict, &reader)).unwrap();
             into
         });
@@ -166,7 +167,7 @@ proptest! {
             let storage = memory();
             for saved in on_ranks(grid.world, |rank, group| {
                 let state = state(DType::Float32, &shape, grid.of(rank), &whole, traffic);
-                let saver = Saver::new().group(group).cast(Casts::to(to)).staging_bytes(staging);
+                let saver = Saver::with_settings(Settings::in_group(group).cast(Casts::to(to)).staging_bytes(staging));
                 block_on(saver.save(&state.dict, &DcpWriter::new(Arc::clone(&storage))))
             }) {
                 saved.unwrap();
@@ -257,7 +258,7 @@ fn damage_of_a_chunk_that_is_read_in_rounds_is_found() {
     let load = |storage: &Arc<dyn Storage>, checked: bool| {
         let mut into = state(DType::UInt8, &shape, region(), &vec![0; LEN], Some(&traffic));
         let reader = DcpReader::builder(Arc::clone(storage)).verify_parts(checked).build();
-        let loader = Loader::new().staging_bytes(100_000);
+        let loader = Loader::with_settings(Settings::new().staging_bytes(100_000));
         // The second load finds what the first one found.
         let first = block_on(loader.load(&mut into.dict, &reader)).map(drop);
         let second = block_on(loader.load(&mut into.dict, &reader)).map(drop);
@@ -378,7 +379,7 @@ fn errors_name_tensor_and_device() {
         }
         let inner: Arc<dyn StorageReader> = Arc::new(DcpReader::new(Arc::clone(&storage)));
         let reader = ParallelReader::new(inner, Arc::clone(&group)).sharing(ReadSharing::Always);
-        let loader = Loader::new().group(group).staging_bytes(4);
+        let loader = Loader::with_settings(Settings::in_group(group).staging_bytes(4));
         block_on(loader.load(&mut into.dict, &reader)).unwrap_err()
     });
     for error in results {

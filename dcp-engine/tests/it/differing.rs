@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use dcp_core::error::FailureKind;
 use dcp_core::{StateDict, Storage, StorageErrorKind, Value};
-use dcp_engine::{SaveSummary, Saver};
+use dcp_engine::{SaveSummary, Saver, Settings};
 use dcp_formats::dcp::DcpWriter;
 use dcp_testing::CountingCollective;
 use tracing::field::{Field, Visit};
@@ -18,7 +18,7 @@ use crate::harness::{block_on, counting_whole, memory, on_ranks, sample};
 fn saves(states: &(dyn Fn(u32, usize) -> StateDict + Sync), steps: usize) -> Vec<Vec<SaveSummary>> {
     let places: Vec<Arc<dyn Storage>> = (0..steps).map(|_| memory()).collect();
     on_ranks(3, |rank, group| {
-        let saver = Saver::new().group(group);
+        let saver = Saver::with_settings(Settings::in_group(group));
         let save = |(step, place): (usize, &Arc<dyn Storage>)| {
             let writer = DcpWriter::new(Arc::clone(place));
             block_on(saver.save(&states(rank, step), &writer)).unwrap()
@@ -92,7 +92,8 @@ fn the_coordinator_warns_of_what_differs_by_name() {
         state.insert("rng", i64::from(rank));
         let writer = DcpWriter::new(Arc::clone(&place));
         tracing::subscriber::with_default(warned.clone(), || {
-            block_on(Saver::new().group(group).save(&state, &writer)).unwrap();
+            block_on(Saver::with_settings(Settings::in_group(group)).save(&state, &writer))
+                .unwrap();
         });
         warned.0.lock().unwrap().clone()
     });
@@ -129,7 +130,7 @@ fn a_save_in_which_nothing_differs_sends_no_single_hashes() {
     let places = [memory(), memory(), memory()];
     let sent = on_ranks(2, |rank, group| {
         let group = Arc::new(CountingCollective::new(group));
-        let saver = Saver::new().group(Arc::clone(&group) as _);
+        let saver = Saver::with_settings(Settings::in_group(Arc::clone(&group) as _));
         let mut bytes = Vec::new();
         for (place, differs) in places.iter().zip([false, false, true]) {
             let mut state: StateDict =
@@ -159,7 +160,7 @@ fn a_commit_whose_ranks_have_storages_of_their_own_names_the_file_and_the_rank()
         let places: Vec<Arc<dyn Storage>> = (0..world).map(|_| memory()).collect();
         let results = on_ranks(world, |rank, group| {
             let writer = DcpWriter::new(Arc::clone(&places[rank as usize]));
-            let saver = Saver::new().group(group).place("/scratch/run");
+            let saver = Saver::with_settings(Settings::in_group(group)).place("/scratch/run");
             block_on(saver.save(&sample(rank, world, 1), &writer))
         });
         for result in results {

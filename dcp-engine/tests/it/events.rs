@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use dcp_conformance::FaultStorage;
 use dcp_core::{CheckpointError, Key, Rank, Storage};
 use dcp_engine::event::Operation;
-use dcp_engine::{CheckpointEvent, CheckpointObserver, Loader, Saver};
+use dcp_engine::{CheckpointEvent, CheckpointObserver, Loader, Saver, Settings};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 
 use crate::harness::{blank, block_on, memory, on_ranks, sample};
@@ -42,14 +42,15 @@ fn every_rank_observes_the_steps_of_its_saves_and_loads() {
     let storage = memory();
     let reports = on_ranks(2, |rank, group| {
         let recorder = Arc::new(Recorder::default());
-        let saver = Saver::new().group(Arc::clone(&group)).observer(recorder.clone());
+        let saver =
+            Saver::with_settings(Settings::in_group(Arc::clone(&group)).observer(recorder.clone()));
         let writer = DcpWriter::new(Arc::clone(&storage));
         let summary = block_on(saver.save(&sample(rank, 2, 1), &writer)).unwrap();
         let (steps, bytes) = recorder.take(rank);
         assert_eq!(steps, ["Planned", "Written", "Committed"]);
         assert!(bytes > 0, "rank {rank} writes something");
 
-        let loader = Loader::new().group(group).observer(recorder.clone());
+        let loader = Loader::with_settings(Settings::in_group(group).observer(recorder.clone()));
         let reader = DcpReader::new(Arc::clone(&storage));
         block_on(loader.load(&mut blank(rank, 2), &reader)).unwrap();
         assert_eq!(recorder.take(rank).0, ["Planned", "Read"]);
@@ -67,7 +68,7 @@ fn every_rank_observes_the_steps_of_its_saves_and_loads() {
 fn a_failure_is_an_event_on_every_rank() {
     on_ranks(2, |rank, group| {
         let recorder = Arc::new(Recorder::default());
-        let saver = Saver::new().group(group).observer(recorder.clone());
+        let saver = Saver::with_settings(Settings::in_group(group).observer(recorder.clone()));
         let broken: Arc<dyn Storage> = Arc::new(FaultStorage::new(memory()).dying_after(0));
         block_on(saver.save(&sample(rank, 2, 1), &DcpWriter::new(broken))).unwrap_err();
         let events = std::mem::take(&mut *recorder.0.lock().unwrap());
@@ -82,7 +83,13 @@ fn a_failure_is_an_event_on_every_rank() {
 #[test]
 fn an_error_in_place_of_a_state_is_an_event() {
     let recorder = Arc::new(Recorder::default());
-    block_on(Saver::new().observer(recorder.clone()).fail(CheckpointError::Canceled));
-    block_on(Loader::new().observer(recorder.clone()).fail(CheckpointError::Canceled));
+    block_on(
+        Saver::with_settings(Settings::new().observer(recorder.clone()))
+            .fail(CheckpointError::Canceled),
+    );
+    block_on(
+        Loader::with_settings(Settings::new().observer(recorder.clone()))
+            .fail(CheckpointError::Canceled),
+    );
     assert_eq!(recorder.take(0).0, ["Failed", "Failed"]);
 }

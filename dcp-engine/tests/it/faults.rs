@@ -14,7 +14,7 @@ use dcp_core::error::{Phase, Standing};
 use dcp_core::{
     CheckpointError, Collective, CollectiveError, StateDict, Storage, StorageErrorKind, Value,
 };
-use dcp_engine::Saver;
+use dcp_engine::{Saver, Settings};
 use dcp_formats::dcp::DcpWriter;
 use futures_util::FutureExt as _;
 
@@ -82,7 +82,8 @@ fn a_save_whose_commit_takes_effect_and_fails_keeps_the_checkpoint() {
     let storage = memory();
     let writer = FaultWriter::new(DcpWriter::new(Arc::clone(&storage)), Arc::clone(&storage));
     let saves = on_ranks(2, |rank, group| {
-        block_on(Saver::new().group(group).save(&sample(rank, 2, 1), &writer)).map(drop)
+        block_on(Saver::with_settings(Settings::in_group(group)).save(&sample(rank, 2, 1), &writer))
+            .map(drop)
     });
     assert!(saves.iter().all(Result::is_err) && writer.is_committed());
     assert!(holds_sample(&storage, 1));
@@ -213,7 +214,7 @@ fn a_canceled_save_releases_the_other_ranks() {
 fn drop_a_save(group: Arc<dyn Collective>, storage: &Arc<dyn Storage>) {
     block_on(async {
         let (state, writer) = (sample(1, 2, 0), DcpWriter::new(Arc::clone(storage)));
-        let saver = Saver::new().group(group);
+        let saver = Saver::with_settings(Settings::in_group(group));
         let save = saver.save(&state, &writer);
         assert!(save.now_or_never().is_none());
     });

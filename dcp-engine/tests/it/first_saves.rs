@@ -6,7 +6,7 @@ use dcp_core::error::error_chain;
 use dcp_core::plan::{GlobalPlan, PlanContext, SavePlan, StateIndex};
 use dcp_core::planner::SavePlanner;
 use dcp_core::{Collective, DType, PlanError, Region, StateDict, Tensor};
-use dcp_engine::{Loader, Saver};
+use dcp_engine::{Loader, Saver, Settings};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_planner::DefaultSavePlanner;
 use dcp_testing::CountingCollective;
@@ -28,7 +28,7 @@ fn first_save(ranks: u32, state: impl Fn(u32) -> StateDict + Sync) -> Vec<[usize
     let place = memory();
     on_ranks(ranks, |rank, group| {
         let group = Arc::new(CountingCollective::new(group));
-        let saver = Saver::new().group(Arc::clone(&group) as _);
+        let saver = Saver::with_settings(Settings::in_group(Arc::clone(&group) as _));
         let writer = DcpWriter::new(Arc::clone(&place));
         let saved = block_on(saver.save(&state(rank), &writer)).unwrap();
         assert!(!saved.reused_plan && saved.entries == TENSORS);
@@ -78,7 +78,7 @@ fn a_damaged_plan_is_refused_on_all_ranks_by_the_name_of_its_rank() {
             let group = CountingCollective::new(group);
             // After the offer and the request.
             let group = if rank == damaged { group.cut(2) } else { group };
-            let saver = Saver::new().group(Arc::new(group));
+            let saver = Saver::with_settings(Settings::in_group(Arc::new(group)));
             let writer = DcpWriter::new(Arc::clone(&place));
             let saved = block_on(saver.save(&sample(rank, 3, 1), &writer));
             error_chain(&saved.unwrap_err())
@@ -150,7 +150,9 @@ fn save_and_load(on_ranks: impl Fn(&(dyn Fn(u32, Arc<dyn Collective>) + Sync))) 
         let place = memory();
         on_ranks(&|rank, group| {
             // The coordinator is the rank with nothing to save.
-            let saver = Saver::new().group(group).coordinator(1).planner(Arc::clone(&planner));
+            let saver = Saver::with_settings(
+                Settings::in_group(group).coordinator(1).save_planner(Arc::clone(&planner)),
+            );
             let writer = DcpWriter::new(Arc::clone(&place));
             let saved = [0, 1].map(|_| block_on(saver.save(&unlike(rank), &writer)).unwrap());
             assert_eq!(saved.map(|saved| saved.reused_plan), [false, true]);

@@ -7,7 +7,7 @@ use dcp_collectives::TcpConfig;
 use dcp_core::{
     CheckpointError, Collective, DType, HostMemory, Region, Shard, StateDict, Storage, Tensor,
 };
-use dcp_engine::{LoadSummary, Loader, SaveSummary, Saver};
+use dcp_engine::{LoadSummary, Loader, SaveSummary, Saver, Settings};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 pub(crate) use dcp_testing::{block_on, memory, on_boxed_ranks, on_ranks};
 
@@ -42,7 +42,7 @@ pub(crate) fn save(
     storage: &Arc<dyn Storage>,
 ) -> Result<SaveSummary, CheckpointError> {
     let writer = DcpWriter::new(Arc::clone(storage));
-    block_on(Saver::new().group(collective).save(state, &writer))
+    block_on(Saver::with_settings(Settings::in_group(collective)).save(state, &writer))
 }
 
 pub(crate) fn load(
@@ -51,7 +51,7 @@ pub(crate) fn load(
     storage: &Arc<dyn Storage>,
 ) -> Result<LoadSummary, CheckpointError> {
     let reader = DcpReader::new(Arc::clone(storage));
-    block_on(Loader::new().group(collective).load(state, &reader))
+    block_on(Loader::with_settings(Settings::in_group(collective)).load(state, &reader))
 }
 
 /// The bytes of `region` of an `i32` tensor of `shape` whose elements count up from `first`.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dcp_core::error::StorageErrorKind;
 use dcp_core::{CheckpointError, DType, Region, StateDict, Storage, StorageWriter, Tensor, Value};
-use dcp_engine::{Loader, Saver};
+use dcp_engine::{Loader, Saver, Settings};
 use dcp_formats::hf::{HfLayout, HfRankWriter, HfReader, IndexFile};
 use dcp_testing::{get, names};
 use proptest::prelude::*;
@@ -57,7 +57,8 @@ type Build = fn(Arc<dyn Storage>) -> HfRankWriter;
 fn save(world: u32, storage: &Arc<dyn Storage>, build: Build) -> Vec<Result<(), CheckpointError>> {
     on_ranks(world, |rank, group| {
         let writer = build(Arc::clone(storage));
-        block_on(Saver::new().group(group).save(&state(rank, world), &writer)).map(drop)
+        block_on(Saver::with_settings(Settings::in_group(group)).save(&state(rank, world), &writer))
+            .map(drop)
     })
 }
 
@@ -86,7 +87,7 @@ proptest! {
             let layout = HfLayout::MaxFileBytes(many);
             let writer = HfRankWriter::builder(Arc::clone(&storage)).layout(layout);
             let writer = writer.consolidate(consolidate).files_at_once(2).build();
-            block_on(Saver::new().group(group).save(&state(rank, world), &writer)).map(drop)
+            block_on(Saver::with_settings(Settings::in_group(group)).save(&state(rank, world), &writer)).map(drop)
         });
         writes.into_iter().for_each(|write| write.unwrap());
         assert_holds_state(&storage);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dcp_core::{CheckpointError, DType, StateDict, Storage, Tensor, Value};
-use dcp_engine::{LoadMode, LoadSummary, Loader, Saver};
+use dcp_engine::{LoadMode, LoadSummary, Loader, Saver, Settings};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 
 use crate::harness::{blank, block_on, counting_whole, load, memory, on_ranks, save_sample};
@@ -19,7 +19,10 @@ fn stored() -> Arc<dyn Storage> {
 }
 
 fn load_as(mode: LoadMode, state: &mut StateDict) -> Result<LoadSummary, CheckpointError> {
-    block_on(Loader::new().mode(mode).load(state, &DcpReader::new(stored())))
+    block_on(
+        Loader::with_settings(Settings::new().load_mode(mode))
+            .load(state, &DcpReader::new(stored())),
+    )
 }
 
 fn zeros(dtype: DType, shape: &[u64]) -> Tensor {

@@ -12,7 +12,7 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, Collective, DType, Region, StateDict, StorageReader,
     Tensor, TensorView, Value,
 };
-use dcp_engine::{Exchange, Loader, ParallelReader, ReadSharing, Saver};
+use dcp_engine::{Exchange, Loader, ParallelReader, ReadSharing, Saver, Settings};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_planner::ShareRule;
 use proptest::prelude::*;
@@ -34,7 +34,7 @@ fn load(
     let reader = ParallelReader::new(inner, Arc::clone(&group))
         .exchange(exchange)
         .sharing(ReadSharing::Always);
-    block_on(Loader::new().group(group).load(state, &reader)).map(|_| ())
+    block_on(Loader::with_settings(Settings::in_group(group)).load(state, &reader)).map(|_| ())
 }
 
 fn one(name: &str, tensor: Tensor) -> StateDict {
@@ -90,7 +90,11 @@ fn each_byte_is_read_once_in_the_group() {
         let storage = memory();
         let saved = on_ranks(tp, |rank, group| {
             let writer = DcpWriter::new(Arc::clone(&storage));
-            block_on(Saver::new().group(group).save(&model(rank, tp, Some(5)), &writer)).map(|_| ())
+            block_on(
+                Saver::with_settings(Settings::in_group(group))
+                    .save(&model(rank, tp, Some(5)), &writer),
+            )
+            .map(|_| ())
         });
         saved.into_iter().for_each(|result| result.unwrap());
         // What one replica of the model reads by itself.
@@ -98,7 +102,9 @@ fn each_byte_is_read_once_in_the_group() {
         let needed = on_ranks(tp, |rank, group| {
             let inner = DcpReader::new(Arc::new(alone.clone()));
             let mut state = model(rank, tp, None);
-            let loaded = block_on(Loader::new().group(group).load(&mut state, &inner)).unwrap();
+            let loaded =
+                block_on(Loader::with_settings(Settings::in_group(group)).load(&mut state, &inner))
+                    .unwrap();
             loaded.read.bytes_needed
         });
         let alone = alone.counts().bytes_read;
@@ -113,7 +119,7 @@ fn each_byte_is_read_once_in_the_group() {
                         .sharing(ReadSharing::Always)
                         .exchange(exchange)
                         .rule(rule);
-                    let loader = Loader::new().group(world);
+                    let loader = Loader::with_settings(Settings::in_group(world));
                     let summary = block_on(loader.load(&mut state, &reader)).unwrap();
                     assert!(same(&state, &model(rank % tp, tp, Some(5))), "rank {rank}");
                     assert_eq!(summary.read.bytes_needed, needed[(rank % tp) as usize]);
@@ -159,7 +165,8 @@ fn large_tensors_go_in_parts_and_every_rank_reads_some_of_them() {
                 .exchange(exchange)
                 .sharing(ReadSharing::Always)
                 .in_flight(1);
-            block_on(Loader::new().group(group).load(&mut state, &reader)).unwrap();
+            block_on(Loader::with_settings(Settings::in_group(group)).load(&mut state, &reader))
+                .unwrap();
             assert!(same(&state, &one("w", counting_whole(&shape, 9))));
             (probe.bytes(), probe.most())
         });
@@ -184,7 +191,7 @@ proptest! {
         let saved = on_ranks(saved_on, |rank, group| {
             let state = one("w", counting(&shape, &[rows(&shape, rank, saved_on)], 3));
             let writer = DcpWriter::new(Arc::clone(&storage));
-            block_on(Saver::new().group(group).save(&state, &writer)).map(|_| ())
+            block_on(Saver::with_settings(Settings::in_group(group)).save(&state, &writer)).map(|_| ())
         });
         prop_assert!(saved.into_iter().all(|result| result.is_ok()));
         let exchange = EXCHANGES[usize::from(rounds)];
@@ -312,7 +319,8 @@ fn errors_name_ranks_as_the_whole_job_does() {
         };
         let reader =
             ParallelReader::new(inner, replicas).world_rank(rank).sharing(ReadSharing::Always);
-        block_on(Loader::new().group(world).load(&mut blank(0, 1), &reader)).map(|_| ())
+        block_on(Loader::with_settings(Settings::in_group(world)).load(&mut blank(0, 1), &reader))
+            .map(|_| ())
     });
     for result in results {
         let CheckpointError::Ranks { failures, .. } = result.unwrap_err() else { panic!() };

@@ -7,7 +7,7 @@ use dcp_core::metadata::{ChunkTable, Entry, TensorEntry};
 use dcp_core::plan::{GlobalPlan, PlanContext, PlanKey, SavePlan, StateIndex};
 use dcp_core::planner::SavePlanner;
 use dcp_core::{CheckpointError, DType, Dims, PlanError, Region, StateDict, Tensor, Value};
-use dcp_engine::Saver;
+use dcp_engine::{Saver, Settings};
 use dcp_formats::dcp::DcpWriter;
 use dcp_planner::DefaultSavePlanner;
 
@@ -155,7 +155,7 @@ fn a_planner_that_is_not_true_to_the_state_is_refused_before_a_byte_is_written()
     ];
     for (lie, reported) in lies {
         let storage = memory();
-        let saver = Saver::new().planner(Arc::new(Third { lie }));
+        let saver = Saver::with_settings(Settings::new().save_planner(Arc::new(Third { lie })));
         let saved = block_on(saver.save(&state(), &DcpWriter::new(Arc::clone(&storage))));
         let error = saved.expect_err(&format!("{lie:?}"));
         let CheckpointError::Plan(PlanError::Planner {
@@ -172,7 +172,8 @@ fn a_planner_that_is_not_true_to_the_state_is_refused_before_a_byte_is_written()
         let listed = futures_util::StreamExt::collect::<Vec<_>>(storage.list(None));
         assert!(block_on(listed).is_empty(), "{lie:?}");
     }
-    let honest = Saver::new().planner(Arc::new(Third { lie: Lie::None }));
+    let honest =
+        Saver::with_settings(Settings::new().save_planner(Arc::new(Third { lie: Lie::None })));
     block_on(honest.save(&state(), &DcpWriter::new(memory()))).unwrap();
 }
 
@@ -188,7 +189,7 @@ fn a_planner_that_loses_or_repeats_what_ranks_hold_is_refused_before_a_byte_is_w
     ];
     for (lie, key, region) in lies {
         let storage = memory();
-        let saver = Saver::new().planner(Arc::new(Third { lie }));
+        let saver = Saver::with_settings(Settings::new().save_planner(Arc::new(Third { lie })));
         let saved = block_on(saver.save(&state(), &DcpWriter::new(Arc::clone(&storage))));
         let error = saved.expect_err(&format!("{lie:?}"));
         let CheckpointError::Plan(PlanError::Planner { planner, fqn, problem }) = &error else {
@@ -203,7 +204,8 @@ fn a_planner_that_loses_or_repeats_what_ranks_hold_is_refused_before_a_byte_is_w
         let listed = futures_util::StreamExt::collect::<Vec<_>>(storage.list(None));
         assert!(block_on(listed).is_empty(), "{lie:?}");
     }
-    let saver = Saver::new().planner(Arc::new(Third { lie: Lie::LeavesOut }));
+    let saver =
+        Saver::with_settings(Settings::new().save_planner(Arc::new(Third { lie: Lie::LeavesOut })));
     let summary = block_on(saver.save(&state(), &DcpWriter::new(memory()))).unwrap();
     assert_eq!(summary.entries, 1, "what a planner leaves out on purpose is left out");
 }
@@ -215,7 +217,7 @@ fn a_group_misses_what_no_rank_offers() {
         let storage = memory();
         on_ranks(2, move |rank, group| {
             let planner = Arc::new(Third { lie: lies[rank as usize] });
-            let saver = Saver::new().group(group).planner(planner);
+            let saver = Saver::with_settings(Settings::in_group(group).save_planner(planner));
             block_on(saver.save(&state(), &DcpWriter::new(Arc::clone(&storage))))
         })
     };
@@ -232,7 +234,8 @@ fn a_group_misses_what_no_rank_offers() {
 fn every_rank_hears_of_a_planner_that_is_not_true_on_one() {
     let failed = on_ranks(2, |rank, group| {
         let lie = if rank == 1 { Lie::DType } else { Lie::None };
-        let saver = Saver::new().group(group).planner(Arc::new(Third { lie }));
+        let saver =
+            Saver::with_settings(Settings::in_group(group).save_planner(Arc::new(Third { lie })));
         block_on(saver.save(&state(), &DcpWriter::new(memory())))
     });
     for error in failed {

@@ -10,7 +10,7 @@ use dcp_core::{
     CheckpointError, Collective, HostMemory, Region, Shard, StateDict, Stateful, Tensor,
     TensorView, Value,
 };
-use dcp_engine::{AppState, BackgroundSaver, Loader, Saver};
+use dcp_engine::{AppState, BackgroundSaver, Loader, Saver, Settings};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 
 use crate::harness::{
@@ -24,7 +24,7 @@ fn any_rank_can_coordinate() {
         let storage = memory();
         let summaries = on_ranks(3, |rank, group| {
             let writer = DcpWriter::new(Arc::clone(&storage));
-            let saver = Saver::new().group(group).coordinator(coordinator);
+            let saver = Saver::with_settings(Settings::in_group(group).coordinator(coordinator));
             block_on(saver.save(&sample(rank, 3, 5), &writer))
         });
         for (rank, summary) in (0..).zip(summaries) {
@@ -36,7 +36,10 @@ fn any_rank_can_coordinate() {
     }
     let beyond = on_ranks(2, |rank, group| {
         let writer = DcpWriter::new(memory());
-        block_on(Saver::new().group(group).coordinator(2).save(&sample(rank, 2, 0), &writer))
+        block_on(
+            Saver::with_settings(Settings::in_group(group).coordinator(2))
+                .save(&sample(rank, 2, 0), &writer),
+        )
     });
     assert!(beyond.iter().all(Result::is_err));
 }
@@ -244,7 +247,7 @@ fn t14_failed_staging_is_an_error_of_the_call() {
 fn failed_staging_on_one_rank_fails_the_background_save_on_all_ranks() {
     let storage = memory();
     let kinds = on_ranks(2, |rank, group| {
-        let saver = BackgroundSaver::new(Saver::new().group(group));
+        let saver = BackgroundSaver::new(Saver::with_settings(Settings::in_group(group)));
         let tensor = counting_whole(&[4], 0);
         let _writer_at_work =
             (rank == 1).then(|| tensor.shards()[0].view().unwrap().lend().unwrap());

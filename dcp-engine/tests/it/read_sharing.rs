@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use dcp_core::{DType, Region, StateDict, Storage, Tensor, Value};
-use dcp_engine::{Exchange, Loader, ParallelReader, ReadSharing, Saver};
+use dcp_engine::{Exchange, Loader, ParallelReader, ReadSharing, Saver, Settings};
 use dcp_formats::dcp::DcpWriter;
 
 use crate::harness::{block_on, counting_whole, memory, on_ranks, same};
@@ -48,7 +48,10 @@ fn the_expected_times_decide_whether_replicas_share() {
                 .sharing(sharing)
                 .in_flight(1)
                 .speeds(read, received);
-            let summary = block_on(Loader::new().group(group).load(&mut state, &reader)).unwrap();
+            let summary = block_on(
+                Loader::with_settings(Settings::in_group(group)).load(&mut state, &reader),
+            )
+            .unwrap();
             assert!(same(&state, &one(counting_whole(&shape, 9))));
             assert_eq!(summary.read.bytes_needed, whole);
             probe.bytes()
@@ -80,7 +83,10 @@ fn a_large_load_measures_and_a_small_one_is_shared_by_several_machines() {
                 let reader = ParallelReader::new(Arc::clone(&probe) as _, Arc::clone(&group))
                     .machine(format!("machine {}", rank % machines))
                     .exchange(exchange);
-                block_on(Loader::new().group(group).load(&mut one(mine), &reader)).unwrap();
+                block_on(
+                    Loader::with_settings(Settings::in_group(group)).load(&mut one(mine), &reader),
+                )
+                .unwrap();
                 probe.bytes()
             });
             let all = read.iter().sum::<u64>();
@@ -110,7 +116,9 @@ fn ranks_of_a_machine_share_unless_it_keeps_what_one_of_them_has_read() {
             let reader = ParallelReader::new(Arc::clone(&probe) as _, Arc::clone(&group))
                 .machine("the only one");
             let mut state = one(Tensor::zeros(DType::Int32, LARGE).unwrap());
-            let load = async { Loader::new().group(group).load(&mut state, &reader).await };
+            let load = async {
+                Loader::with_settings(Settings::in_group(group)).load(&mut state, &reader).await
+            };
             stopped_clock().block_on(load).unwrap();
             probe.bytes()
         });

@@ -10,7 +10,7 @@ use dcp_core::{
     CheckpointError, Collective, DType, Region, Shard, StateDict, Storage, StorageReader, Tensor,
     Value,
 };
-use dcp_engine::{Exchange, LoadSummary, Loader, ParallelReader, ReadSharing, Saver};
+use dcp_engine::{Exchange, LoadSummary, Loader, ParallelReader, ReadSharing, Saver, Settings};
 use dcp_formats::dcp::DcpWriter;
 use dcp_testing::{CountingCollective, FakeDevice, Traffic};
 use proptest::prelude::*;
@@ -97,7 +97,7 @@ fn load_all(
         let shared = with(rank, plain.replicas_only(true).index_per_rank(true));
         let plan = &plans[rank as usize];
         let mut state = plan.state(false);
-        let loader = Loader::new().group(Arc::clone(&group) as _);
+        let loader = Loader::with_settings(Settings::in_group(Arc::clone(&group) as _));
         let summary = block_on(loader.load_shared(&mut state, &shared)).unwrap();
         assert!(same(&state, &plan.state(true)), "rank {rank}: {state:?}");
         let mut alone = plan.state(false);
@@ -232,7 +232,8 @@ fn known_speeds_decide_for_replicas() {
         let plain = ParallelReader::new(Arc::clone(&probe) as _, Arc::clone(&group));
         let shared = plain.replicas_only(true).index_per_rank(true).in_flight(1).speeds(1, 1 << 40);
         let mut state = StateDict::from([("w", Tensor::zeros(DType::Int32, shape).unwrap())]);
-        block_on(Loader::new().group(group).load_shared(&mut state, &shared)).unwrap();
+        block_on(Loader::with_settings(Settings::in_group(group)).load_shared(&mut state, &shared))
+            .unwrap();
         assert!(same(&state, &full));
         probe.bytes()
     });
@@ -264,7 +265,8 @@ fn load_on_devices(
         let shard = Shard::on_device(DType::Int32, region.clone(), memory);
         let tensor = Tensor::sharded(DType::Int32, SHAPE, vec![shard.unwrap()]).unwrap();
         let mut state = StateDict::from([("w0", Value::from(tensor)), ("step", Value::from(""))]);
-        let loader = Loader::new().group(Arc::clone(&group) as _).staging_bytes(2000);
+        let loader =
+            Loader::with_settings(Settings::in_group(Arc::clone(&group) as _).staging_bytes(2000));
         let result = block_on(loader.load_shared(&mut state, &shared));
         if result.is_ok() {
             assert!(device.bytes() == elements(&SHAPE, region, 5), "rank {rank}");
@@ -326,7 +328,11 @@ fn nobody_waits_for_a_dead_replica() {
                 let plain = ParallelReader::new(reader(&storage), Arc::clone(&group));
                 let shared = apart(rank, plain.replicas_only(true).index_per_rank(true));
                 let mut state = plans[rank as usize].state(false);
-                block_on(Loader::new().group(group).load_shared(&mut state, &shared)).map(drop)
+                block_on(
+                    Loader::with_settings(Settings::in_group(group))
+                        .load_shared(&mut state, &shared),
+                )
+                .map(drop)
             });
             for error in results.into_iter().map(Result::unwrap_err) {
                 let text = error_chain(&error);
@@ -344,7 +350,7 @@ fn a_reader_decides_for_each_load() {
         let probe = Arc::new(Probe::new(reader(&storage)));
         let plain = ParallelReader::new(Arc::clone(&probe) as _, Arc::clone(&group));
         let shared = apart(rank, plain.replicas_only(true).index_per_rank(true));
-        let loader = Loader::new().group(group);
+        let loader = Loader::with_settings(Settings::in_group(group));
         let mut lent = shard(rank, 2).state(false);
         let tensor = lent.get("w1").unwrap().as_tensor().unwrap().clone();
         let loan = (rank == 1).then(|| tensor.shards()[0].view().unwrap().memory().read().unwrap());

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use dcp_core::{
     CheckpointMetadata, Collective, DType, StateDict, Storage, StorageReader as _, Tensor,
 };
-use dcp_engine::{SaveSummary, Saver};
+use dcp_engine::{SaveSummary, Saver, Settings};
 use dcp_formats::dcp::{DcpReader, DcpWriter, FileLayout, Zstd};
 use dcp_planner::{DedupPolicy, DefaultSavePlanner};
 use dcp_testing::CountingCollective;
@@ -16,7 +16,7 @@ use crate::harness::{block_on, counting, holds_sample, memory, on_ranks, rows, s
 fn the_second_save_reuses_the_plan() {
     let places = [memory(), memory(), memory()];
     let runs = on_ranks(3, |rank, group| {
-        let saver = Saver::new().group(group);
+        let saver = Saver::with_settings(Settings::in_group(group));
         places
             .iter()
             .zip([10, 20, 30])
@@ -36,7 +36,7 @@ fn the_second_save_reuses_the_plan() {
 fn an_overwrite_reuses_the_plan_under_new_names() {
     let place = memory();
     let runs = on_ranks(2, |rank, group| {
-        let saver = Saver::new().group(group);
+        let saver = Saver::with_settings(Settings::in_group(group));
         (0..4)
             .map(|step| {
                 let writer = DcpWriter::new(Arc::clone(&place));
@@ -58,7 +58,7 @@ fn an_overwrite_reuses_the_plan_under_new_names() {
 fn compressed_saves_reuse_the_plan_and_return_where_items_are() {
     let places = [memory(), memory(), memory()];
     let runs = on_ranks(3, |rank, group| {
-        let saver = Saver::new().group(group);
+        let saver = Saver::with_settings(Settings::in_group(group));
         let save = |(place, first): (&Arc<dyn Storage>, i32)| {
             let writer = DcpWriter::builder(Arc::clone(place)).zstd(Zstd::new()).build();
             block_on(saver.save(&sample(rank, 3, first), &writer)).unwrap()
@@ -86,7 +86,7 @@ fn compressed_saves_reuse_the_plan_and_return_where_items_are() {
 fn another_compression_is_a_change_of_plan() {
     let place = memory();
     let runs = on_ranks(2, |rank, group| {
-        let saver = Saver::new().group(group);
+        let saver = Saver::with_settings(Settings::in_group(group));
         [None, Some(Zstd::new()), Some(Zstd::new()), Some(Zstd::new().level(9)), None].map(|zstd| {
             let writer = DcpWriter::builder(Arc::clone(&place)).zstd(zstd).build();
             block_on(saver.save(&sample(rank, 2, 1), &writer)).unwrap().reused_plan
@@ -102,7 +102,7 @@ fn save_twice(
     places: &[Arc<dyn Storage>; 2],
     states: [&StateDict; 2],
 ) -> (SaveSummary, Option<DType>) {
-    let saver = Saver::new().group(group);
+    let saver = Saver::with_settings(Settings::in_group(group));
     let [_, second] = [0, 1].map(|step| {
         let writer = DcpWriter::new(Arc::clone(&places[step]));
         block_on(saver.save(states[step], &writer)).unwrap()
@@ -137,32 +137,16 @@ fn one_changed_rank_is_enough_for_a_new_plan() {
     assert!(results.iter().all(|(summary, _)| !summary.reused_plan));
 }
 
-#[test]
-fn another_policy_is_another_plan() {
-    let place = [memory(), memory()];
-    let runs = on_ranks(2, |rank, group| {
-        let saver = Saver::new().group(Arc::clone(&group));
-        let state = sample(rank, 2, 1);
-        let first = DcpWriter::new(Arc::clone(&place[0]));
-        block_on(saver.save(&state, &first)).unwrap();
-        let lowest = DefaultSavePlanner::new().dedup(DedupPolicy::LowestRank);
-        let saver = saver.clone().planner(Arc::new(lowest));
-        let second = DcpWriter::new(Arc::clone(&place[1]));
-        block_on(saver.save(&state, &second)).unwrap().reused_plan
-    });
-    assert_eq!(runs, [false, false]);
-}
-
 /// Ranks whose calls got out of step must not write parts of two saves into one checkpoint.
 #[test]
 fn ranks_at_different_saves_are_refused() {
     let place = memory();
     let results = on_ranks(2, |rank, group| {
-        let saver = Saver::new().group(Arc::clone(&group));
+        let saver = Saver::with_settings(Settings::in_group(Arc::clone(&group)));
         let (writer, state) = (DcpWriter::new(Arc::clone(&place)), sample(rank, 2, 1));
         block_on(saver.save(&state, &writer)).unwrap();
         // Rank 1 starts with an empty cache, as after a restart; the other rank does not.
-        let saver = if rank == 1 { Saver::new().group(group) } else { saver };
+        let saver = if rank == 1 { Saver::with_settings(Settings::in_group(group)) } else { saver };
         block_on(saver.save(&state, &writer))
     });
     for result in results {
@@ -176,7 +160,7 @@ fn ranks_at_different_saves_are_refused() {
 fn after_a_rank_could_not_prepare_a_save_the_next_ones_go_on() {
     let place = memory();
     on_ranks(2, |rank, group| {
-        let saver = Saver::new().group(group);
+        let saver = Saver::with_settings(Settings::in_group(group));
         let writer = DcpWriter::new(Arc::clone(&place));
         let (good, mut bad) = (sample(rank, 2, 1), sample(rank, 2, 1));
         if rank == 1 {
@@ -198,7 +182,7 @@ fn another_layout_of_files_is_another_plan() {
     let places = [memory(), memory(), memory()];
     let layouts = [FileLayout::OnePerRank, FileLayout::OnePerItem, FileLayout::OnePerRank];
     let runs = on_ranks(2, |rank, group| {
-        let saver = Saver::new().group(group);
+        let saver = Saver::with_settings(Settings::in_group(group));
         (0..3)
             .map(|step| {
                 let storage = Arc::clone(&places[step]);
@@ -224,7 +208,7 @@ fn a_save_of_unchanged_structure_plans_in_64_bytes_for_each_rank() {
     };
     let calls = on_ranks(3, |rank, group| {
         let group = Arc::new(CountingCollective::new(group));
-        let saver = Saver::new().group(Arc::clone(&group) as _);
+        let saver = Saver::with_settings(Settings::in_group(Arc::clone(&group) as _));
         [0, 1].map(|step| {
             let writer = DcpWriter::new(Arc::clone(&places[step]));
             let saved = block_on(saver.save(&state(rank, step as i32), &writer)).unwrap();
@@ -252,7 +236,7 @@ fn save_after_restart(
     first: i32,
 ) -> Vec<(bool, Option<Vec<u8>>)> {
     on_ranks(3, |rank, group| {
-        let saver = Saver::new().group(group);
+        let saver = Saver::with_settings(Settings::in_group(group));
         if let Some(plans) = &plans[rank as usize] {
             saver.import_plans(plans).unwrap();
         }
@@ -292,11 +276,13 @@ fn an_exported_plan_of_another_rank_or_planner_and_a_damaged_one_are_refused() {
     let plans: Vec<Vec<u8>> = saved.into_iter().map(|(_, plans)| plans.unwrap()).collect();
     on_ranks(3, |rank, group| {
         let mine = &plans[rank as usize];
-        let saver = Saver::new().group(group);
+        let settings = Settings::in_group(group);
+        let saver = Saver::with_settings(settings.clone());
         let other = saver.import_plans(&plans[(rank as usize + 1) % 3]).unwrap_err();
         assert!(other.to_string().contains("rank"), "{other}");
         let lowest = DefaultSavePlanner::new().dedup(DedupPolicy::LowestRank);
-        let other = saver.clone().planner(Arc::new(lowest)).import_plans(mine).unwrap_err();
+        let other = Saver::with_settings(settings.save_planner(Arc::new(lowest)));
+        let other = other.import_plans(mine).unwrap_err();
         assert!(other.to_string().contains("LowestRank"), "{other}");
         for at in (0..mine.len()).step_by(7) {
             assert!(saver.import_plans(&mine[..at]).is_err());

@@ -10,7 +10,6 @@ pub(crate) mod model_files;
 pub(crate) mod no_checkpoint;
 pub(crate) mod notes;
 pub(crate) mod open;
-mod open_best;
 mod open_keys;
 pub(crate) mod opener;
 pub(crate) mod overlap_guard;

@@ -113,7 +113,7 @@ impl Opener {
             let (format, found) = self.open_variant(&at, &place, variant).await?;
             return Ok(opened(here(), format, found));
         }
-        let (best, found) = self.open_best(best, &place).await;
+        let (best, found) = self.formats.open_match(best, &place, &self.options()).await;
         let is_framework = self.frameworks.names().contains(&best.format.info().name);
         match found {
             Ok(found) => {

@@ -2,10 +2,7 @@
 
 use std::sync::Arc;
 
-use dcp_core::CheckpointError;
-use dcp_core::format::{
-    CheckpointFormat, FormatRegistry, OpenOptions, OpenedCheckpoint, Place, WantedKeys,
-};
+use dcp_core::format::{CheckpointFormat, FormatRegistry, OpenOptions, WantedKeys};
 use dcp_core::registry::StorageRegistry;
 
 use crate::checkpoint::format::Format;
@@ -146,26 +143,6 @@ impl Opener {
     pub(crate) fn options(&self) -> OpenOptions {
         let options = OpenOptions::default().with_tolerant(self.need.tolerant());
         options.with_rank(self.rank).with_keys(self.keys.clone())
-    }
-
-    /// Opens the checkpoint in a folder with the keys that are needed, or with all where there are
-    /// none of those.
-    pub(crate) async fn open_selected(
-        &self,
-        format: &dyn CheckpointFormat,
-        place: &Place,
-    ) -> Result<OpenedCheckpoint, CheckpointError> {
-        let options = self.options();
-        let opened = format.open(place, &options).await?;
-        let Some(keys) = &self.keys else { return Ok(opened) };
-        let names = match &opened.names {
-            Some(names) => Arc::clone(names),
-            None => return Ok(opened),
-        };
-        match keys.of(&names).contains(&true) {
-            true => Ok(opened),
-            false => format.open(place, &options.with_keys(None)).await,
-        }
     }
 
     /// The notes of a job on what this opener opens.

@@ -26,7 +26,6 @@ use crate::place::same_place::same_sources;
 use crate::view::{DequantizeOptions, Dequantized};
 use crate::write::ConversionReport;
 
-pub use crate::write::wrapped_tensors::refuse_rank_parts;
 pub use safetensors_items::LEFT_OUT;
 pub use to_hf::{to_hf, to_hf_with};
 pub use to_safetensors::to_safetensors;

@@ -27,9 +27,9 @@ use crate::listing::RunEntry;
 use crate::options::JobOptions;
 use crate::place::absent_storage::AbsentStorage;
 use crate::place::held_target::{CLAIMED, has_locks, not_claimed};
-use crate::place::index_files::{removal_order, split_indices};
 use crate::place::same_place::{SharedTarget, Work, is_token, same_files};
 use crate::rollback::Rollback;
+use crate::run::index_files::{removal_order, split_indices};
 use crate::source::Source;
 
 pub use copy_files::{Comparing, CopyFiles, CopyReport};

@@ -11,8 +11,7 @@ use dcp_core::format::{
 };
 use dcp_core::storage::StorageExt;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError};
-use dcp_formats::dcp::DcpFormat;
-use dcp_formats::hf::{HuggingFaceFormat, forgotten_shard};
+use dcp_formats::hf::forgotten_shard;
 use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
 use dcp_formats::torch_save::TorchSaveFormat;
 use serde::Deserialize;
@@ -26,14 +25,11 @@ const INDEX_MAX: u64 = 64 << 20;
 /// The most files that an index may name.
 const FILES_MAX: usize = 1 << 14;
 
-/// The formats that this crate opens: PyTorch DCP, folders and files of safetensors, `torch.save`.
+/// The formats of [`dcp_formats::formats`], of which `torch.save` also opens models in several files.
 /// Those of frameworks are registered in addition.
 #[must_use]
 pub fn formats() -> FormatRegistry {
-    FormatRegistry::empty()
-        .with(Arc::new(TorchSaveFolders(TorchSaveFormat)))
-        .with(Arc::new(HuggingFaceFormat))
-        .with(Arc::new(DcpFormat))
+    dcp_formats::formats().with(Arc::new(TorchSaveFolders(TorchSaveFormat)))
 }
 
 /// Describes a folder without a checkpoint, as a message.

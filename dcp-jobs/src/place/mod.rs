@@ -3,7 +3,6 @@
 
 pub(crate) mod absent_storage;
 pub(crate) mod held_target;
-pub(crate) mod index_files;
 pub(crate) mod new_folders;
 pub(crate) mod same_place;
 pub(crate) mod target;

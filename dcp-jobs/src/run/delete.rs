@@ -11,7 +11,7 @@ use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
 use crate::place::held_target::{CLAIMED, has_locks};
-use crate::place::index_files::{classify, removal_order, split_indices};
+use crate::run::index_files::{classify, removal_order, split_indices};
 
 use super::protect::{examine_files, worth_keeping};
 use super::retention::duration_text;

@@ -6,6 +6,7 @@
 //! both.
 
 mod delete;
+pub(crate) mod index_files;
 mod lightning;
 mod links;
 mod look;

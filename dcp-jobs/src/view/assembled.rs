@@ -202,7 +202,7 @@ impl AssembledBuilder {
         let stored = input.metadata.at(entry).ok_or_else(missing)?.1;
         let index = u32::try_from(entry).map_err(|_| missing())?;
         let number = (!self.one_storage).then_some(part);
-        let mut shown = moved(stored, number, &input.metadata, &mut self.metadata)?;
+        let mut shown = moved(stored, number, &input.metadata, &mut self.metadata);
         match &mut shown {
             Entry::Tensor(tensor) => tensor.path = path,
             Entry::Object(object) => object.path = path,

@@ -13,7 +13,7 @@ use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::metadata::{ChunkTable, Encoding, Entry, Layout, Placement, TensorEntry};
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, FormatError, Key, Region, StorageReader, TensorView,
+    CheckpointError, CheckpointMetadata, DType, Key, Region, StorageReader, TensorView,
 };
 use futures_util::{StreamExt, TryStreamExt, stream};
 use indexmap::IndexMap;
@@ -204,7 +204,7 @@ impl Averaged {
             let readers: Result<_, _> = inputs.iter().map(|input| input.tensor(fqn)).collect();
             let mut averaged = tensor.clone();
             averaged.dtype = to;
-            averaged.chunks = ties.place(inputs, fqn, tensor, &mut metadata)?;
+            averaged.chunks = ties.place(inputs, fqn, tensor, &mut metadata);
             metadata.insert(Arc::clone(fqn), Entry::Tensor(averaged));
             entries.push(Averaging::Mean { readers: readers?, mean });
         }
@@ -368,7 +368,7 @@ impl Ties {
         fqn: &str,
         tensor: &TensorEntry,
         metadata: &mut CheckpointMetadata,
-    ) -> Result<ChunkTable, CheckpointError> {
+    ) -> ChunkTable {
         let places: Option<Places> = inputs
             .iter()
             .filter_map(|input| Some((input, input.tensor_entry(fqn)?)))
@@ -389,12 +389,9 @@ impl Ties {
             byte_offset,
             byte_len: 0,
         });
-        let mut chunks = ChunkTable::new(tensor.shape.ndim());
-        for chunk in tensor.chunks.iter() {
-            let pushed = chunks.push(chunk.offsets, chunk.sizes, placement);
-            pushed.map_err(|error| FormatError::new("index", error.to_string()))?;
-        }
-        Ok(chunks)
+        let mut chunks = tensor.chunks.clone();
+        chunks.map_placements(|_| placement);
+        chunks
     }
 }
 

@@ -6,12 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::{DataSink, ReadReport};
-use dcp_core::metadata::{ChunkTable, Encoding, Entry, Layout, Placement, TensorEntry};
+use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::wire::{MessageReader, MessageWriter};
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, FormatError, StorageReader, TensorView,
-};
+use dcp_core::{CheckpointError, CheckpointMetadata, DType, StorageReader, TensorView};
 
 use crate::cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast};
 use crate::error::JobError;
@@ -53,7 +51,7 @@ impl Cast {
             let to = rule(fqn, tensor.dtype).filter(|to| *to != tensor.dtype);
             let Some(to) = to else { continue };
             *caster = Some(Caster::new(fqn, tensor.dtype, to, options)?);
-            let computed = computed(&mut metadata, tensor, to)?;
+            let computed = computed(&mut metadata, tensor, to);
             metadata.insert(Arc::clone(fqn), Entry::Tensor(computed));
         }
         let counts = Mutex::new(vec![CastCounts::default(); casters.len()]);
@@ -174,29 +172,21 @@ struct Part {
 /// The cast tensor. Its chunks keep their placements under an encoding that only this view reads,
 /// so tied tensors remain recognizable. Chunks whose placement does not determine their elements
 /// get none.
-fn computed(
-    metadata: &mut CheckpointMetadata,
-    tensor: &TensorEntry,
-    to: DType,
-) -> Result<TensorEntry, CheckpointError> {
-    let mut chunks = ChunkTable::new(tensor.shape.ndim());
-    for chunk in tensor.chunks.iter() {
-        let placement = chunk.placement.and_then(|placement| {
-            let stored = metadata.encoding(&placement)?;
-            let mut transforms = stored.transforms.clone();
-            let layout =
-                if stored.layout.is_fixed_by_place() { Layout::Computed } else { stored.layout };
-            transforms.push(format!("cast from {}", tensor.dtype).into());
-            let encoding = Encoding::new(layout).with_transforms(transforms);
-            let encoding = metadata.intern_encoding(&encoding)?;
-            Some(Placement { encoding, ..placement })
-        });
-        let pushed = chunks.push(chunk.offsets, chunk.sizes, placement);
-        pushed.map_err(|error| FormatError::new("index", error.to_string()))?;
-    }
+fn computed(metadata: &mut CheckpointMetadata, tensor: &TensorEntry, to: DType) -> TensorEntry {
     let mut cast = tensor.clone();
-    (cast.dtype, cast.chunks) = (to, chunks);
-    Ok(cast)
+    cast.dtype = to;
+    cast.chunks.map_placements(|placement| {
+        let placement = placement?;
+        let stored = metadata.encoding(&placement)?;
+        let mut transforms = stored.transforms.clone();
+        let layout =
+            if stored.layout.is_fixed_by_place() { Layout::Computed } else { stored.layout };
+        transforms.push(format!("cast from {}", tensor.dtype).into());
+        let encoding = Encoding::new(layout).with_transforms(transforms);
+        let encoding = metadata.intern_encoding(&encoding)?;
+        Some(Placement { encoding, ..placement })
+    });
+    cast
 }
 
 #[async_trait]

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::checkpoint::{DataSink, ReadReport};
-use dcp_core::metadata::{ChunkTable, Entry, Placement};
+use dcp_core::metadata::{Entry, Placement};
 use dcp_core::plan::{LoadPlan, ReadItem};
-use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, PlanError, StorageReader};
+use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, StorageReader};
 
 use crate::error::JobError;
 use crate::integrity::check::refuse_unsound;
@@ -85,7 +85,7 @@ impl Merged {
             let mut outward = HashMap::with_capacity(owned.len());
             for &entry in owned {
                 let Some((fqn, stored)) = input.metadata.at(entry) else { continue };
-                let moved = moved(stored, Some(number), &input.metadata, &mut metadata)?;
+                let moved = moved(stored, Some(number), &input.metadata, &mut metadata);
                 let here = metadata.insert(Arc::clone(fqn), moved);
                 let id = |n: usize| {
                     let what = || "the number of keys of a merge".to_owned();
@@ -149,7 +149,7 @@ pub(super) fn moved(
     number: Option<usize>,
     from: &CheckpointMetadata,
     to: &mut CheckpointMetadata,
-) -> Result<Entry, CheckpointError> {
+) -> Entry {
     let mut place = |placement: Option<Placement>| {
         let placement = placement?;
         let file = from.file(placement.file)?;
@@ -162,18 +162,11 @@ pub(super) fn moved(
     };
     let mut entry = entry.clone();
     match &mut entry {
-        Entry::Tensor(tensor) => {
-            let mut chunks = ChunkTable::new(tensor.shape.ndim());
-            for chunk in tensor.chunks.iter() {
-                let pushed = chunks.push(chunk.offsets, chunk.sizes, place(chunk.placement));
-                pushed.map_err(|error| FormatError::new("index", error.to_string()))?;
-            }
-            tensor.chunks = chunks;
-        }
+        Entry::Tensor(tensor) => tensor.chunks.map_placements(place),
         Entry::Object(object) => object.placement = place(object.placement),
         _ => {}
     }
-    Ok(entry)
+    entry
 }
 
 #[async_trait]

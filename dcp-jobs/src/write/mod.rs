@@ -13,4 +13,5 @@ pub(crate) mod written;
 pub use dcp_formats::safetensors::RAW;
 pub use rewrite_metadata::{MetadataRewrite, rewrite_metadata};
 pub use target::Target;
+pub use wrapped_tensors::refuse_rank_parts;
 pub use written::{ConversionReport, PlannedTensor, ReplacedClass};

@@ -82,7 +82,7 @@ pub async fn reshard(
 ///
 /// # Errors
 ///
-/// When the checkpoint is inconsistent or damaged, it has [parts of one rank](crate::convert::refuse_rank_parts())
+/// When the checkpoint is inconsistent or damaged, it has [parts of one rank](crate::write::refuse_rank_parts())
 /// or tensors of subclasses that could not be read again, there are 0 ranks or more than [`MAX_RANKS`],
 /// the division does not cover a tensor, or writing fails. The target is then unchanged.
 pub async fn divide(

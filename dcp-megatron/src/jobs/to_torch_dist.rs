@@ -8,13 +8,13 @@ use dcp_core::path::PathItem;
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointMetadata, FormatError, Tensor, Value};
 use dcp_formats::torch_save::TorchSaveReader;
-use dcp_jobs::convert::refuse_rank_parts;
 use dcp_jobs::get::{Found, find};
 use dcp_jobs::integrity::{ForeignCallable, admit_callables};
 use dcp_jobs::read::read_object;
 use dcp_jobs::reshard::divide;
 use dcp_jobs::view::Assembled;
 use dcp_jobs::write::ConversionReport;
+use dcp_jobs::write::refuse_rank_parts;
 use dcp_jobs::{JobOptions, Source};
 use dcp_planner::unflatten;
 

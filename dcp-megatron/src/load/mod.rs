@@ -17,7 +17,7 @@ use dcp_core::error::{Phase, PlanSubject, RanksProblem};
 use dcp_core::plan::LoadReport;
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointMetadata, Collective, DType, Dims, PlanError, Storage, StorageReader};
-use dcp_engine::{Group, LoadMode, Loader};
+use dcp_engine::{Group, LoadMode, Loader, Settings};
 use dcp_planner::FlattenRule;
 use serde::{Deserialize, Serialize};
 
@@ -213,13 +213,14 @@ pub async fn load(
     let reshaped = own.request.reshaped(&own.stored);
     let cleared = own.request.views_of(&reshaped);
     let allowed = reshaped.iter().map(|(key, ..)| Arc::clone(key)).collect();
-    let mut loader = Loader::new()
-        .planner(Arc::new(Clip::new(allowed)))
-        .mode(LoadMode::Strict)
+    let mut settings = Settings::new()
+        .load_planner(Arc::new(Clip::new(allowed)))
+        .load_mode(LoadMode::Strict)
         .flatten_rule(FlattenRule::TopLevel);
     if let Some(group) = &options.group {
-        loader = loader.group(Arc::clone(group));
+        settings = settings.group(Arc::clone(group));
     }
+    let loader = Loader::with_settings(settings);
     let summary = loader.load(&mut own.request.flat, &Cleared::new(reader, cleared)).await?;
 
     let group = Group::new(options.group.clone(), 0)?;

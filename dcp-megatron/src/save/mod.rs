@@ -16,7 +16,7 @@ use dcp_core::{
     CheckpointError, Collective, PlanError, Rank, StateDict, Storage, StorageWriter, Value,
 };
 use dcp_engine::stage::BlockingStager;
-use dcp_engine::{BackgroundSaver, Group, SaveHandle, SaveSummary, StagedState};
+use dcp_engine::{BackgroundSaver, Group, SaveHandle, SaveSummary, Saver, StagedState};
 use serde::{Deserialize, Serialize};
 
 use crate::agreement;
@@ -32,7 +32,7 @@ use crate::sharded::{
 };
 
 pub use options::MegatronSaveOptions;
-use options::saver;
+use options::settings;
 
 /// The member of the common state that says what the content is like.
 const CONTENT_METADATA: &str = "content_metadata";
@@ -121,12 +121,17 @@ impl MegatronBackgroundSaver {
     #[must_use]
     pub fn new(group: Option<Arc<dyn Collective>>) -> Self {
         let (rank, world_size) = group.as_ref().map_or((0, 1), |g| (g.rank(), g.world_size()));
-        let saver = match group {
-            Some(group) => saver().group(group),
-            None => saver(),
+        let settings = match group {
+            Some(group) => settings().group(group),
+            None => settings(),
         };
         let stager = BlockingStager::new();
-        Self { saver: BackgroundSaver::new(saver), stager, rank, world_size }
+        Self {
+            saver: BackgroundSaver::new(Saver::with_settings(settings)),
+            stager,
+            rank,
+            world_size,
+        }
     }
 
     /// Ranks that commit in other groups than they agreed in would each commit a part.
@@ -169,7 +174,7 @@ async fn ready(
     options: &MegatronSaveOptions,
     background: Option<&MegatronBackgroundSaver>,
 ) -> Result<Ready, MegatronError> {
-    let group = Group::new(options.group.clone(), 0)?;
+    let group = options.saver.settings().enter_group()?;
     let ready = agreed(state, storage, options, background, &group).await;
     agreement::conclude(group, &ready);
     ready

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use dcp_core::Collective;
 use dcp_core::value::Dict;
-use dcp_engine::Saver;
+use dcp_engine::{Saver, Settings};
 use dcp_formats::dcp::FileLayout;
 use dcp_formats::metadata::Profile;
 use dcp_planner::FlattenRule;
@@ -25,7 +25,6 @@ type Preprocess = dyn Fn(&Dict) -> Dict + Send + Sync;
 /// few bytes only.
 #[derive(Clone)]
 pub struct MegatronSaveOptions {
-    pub(super) group: Option<Arc<dyn Collective>>,
     pub(super) saver: Saver,
     pub(super) strategies: Strategies,
     pub(super) backend: Backend,
@@ -43,8 +42,7 @@ impl Default for MegatronSaveOptions {
     /// checked, nothing replaced.
     fn default() -> Self {
         Self {
-            group: None,
-            saver: saver(),
+            saver: Saver::with_settings(settings()),
             strategies: Strategies::default(),
             backend: Backend::first("torch_dist"),
             validate: true,
@@ -59,8 +57,8 @@ impl Default for MegatronSaveOptions {
 }
 
 /// Keys are whole names, in which dots mean nothing.
-pub(super) fn saver() -> Saver {
-    Saver::new().flatten_rule(FlattenRule::TopLevel)
+pub(super) fn settings() -> Settings {
+    Settings::new().flatten_rule(FlattenRule::TopLevel)
 }
 
 impl MegatronSaveOptions {
@@ -73,8 +71,7 @@ impl MegatronSaveOptions {
     /// Saves together with the other ranks of `group`; rank 0 coordinates.
     #[must_use]
     pub fn group(mut self, group: Arc<dyn Collective>) -> Self {
-        self.saver = saver().group(Arc::clone(&group));
-        self.group = Some(group);
+        self.saver = Saver::with_settings(settings().group(group));
         self
     }
 

@@ -13,7 +13,7 @@ use dcp_core::{
     CheckpointError, Collective, CollectiveError, DType, Key, Region, Shard, StateDict, Storage,
     Tensor, Value,
 };
-use dcp_engine::{BackgroundSaver, Loader, Saver};
+use dcp_engine::{BackgroundSaver, Loader, Saver, Settings};
 use dcp_megatron::disk::TRACKER;
 use dcp_megatron::{
     AsyncCallsQueue, AsyncRequest, MegatronCheckpoint, MegatronError, MegatronOpenOptions,
@@ -149,7 +149,7 @@ fn a_save_is_of_the_state_when_it_was_scheduled_and_the_tracker_comes_last() {
     on_mesh(1, 2, |Mesh { rank, world, replicas, .. }| {
         block_on(async {
             let state = state(&*world, 10);
-            let saver = BackgroundSaver::new(Saver::new().group(world));
+            let saver = BackgroundSaver::new(Saver::with_settings(Settings::in_group(world)));
             let mut queue = AsyncCallsQueue::new(Some(replicas));
             let save = request(&saver, state.clone(), &slow, 10, rank);
             queue.schedule_async_request(save).await.unwrap();
@@ -180,7 +180,7 @@ fn save_first(run: &Arc<dyn Storage>) {
     on_mesh(1, 2, |Mesh { rank, world, replicas, .. }| {
         block_on(async {
             let state = state(&*world, 10);
-            let saver = BackgroundSaver::new(Saver::new().group(world));
+            let saver = BackgroundSaver::new(Saver::with_settings(Settings::in_group(world)));
             let mut queue = AsyncCallsQueue::new(Some(replicas));
             let save = request(&saver, state, run, 10, rank);
             queue.schedule_async_request(save).await.unwrap();
@@ -202,7 +202,7 @@ fn trap_18_a_save_that_fails_in_the_background_leaves_the_previous_checkpoint_th
         let results = on_mesh(1, 2, |Mesh { rank, world, replicas, .. }| {
             block_on(async {
                 let state = state(&*world, 20);
-                let saver = BackgroundSaver::new(Saver::new().group(world));
+                let saver = BackgroundSaver::new(Saver::with_settings(Settings::in_group(world)));
                 let mut queue = AsyncCallsQueue::new(Some(replicas));
                 let save = request(&saver, state, &storage, 20, rank);
                 queue.schedule_async_request(save).await.unwrap();
@@ -431,7 +431,7 @@ fn a_rank_that_cannot_copy_its_state_fails_the_call_on_all() {
         block_on(async {
             let state = state(&*world, 10);
             let weight = state.get("weight").unwrap().as_tensor().unwrap().clone();
-            let saver = BackgroundSaver::new(Saver::new().group(world));
+            let saver = BackgroundSaver::new(Saver::with_settings(Settings::in_group(world)));
             let mut queue = AsyncCallsQueue::new(Some(replicas));
             let memory = weight.shards()[0].view().unwrap().memory().clone();
             let lent = (rank == 1).then(|| memory.lend(0..24).unwrap());
@@ -458,7 +458,7 @@ fn what_is_aborted_is_not_finalized() {
     on_mesh(1, 2, |Mesh { rank, world, replicas, .. }| {
         block_on(async {
             let state = state(&*world, 20);
-            let saver = BackgroundSaver::new(Saver::new().group(world));
+            let saver = BackgroundSaver::new(Saver::with_settings(Settings::in_group(world)));
             let mut queue = AsyncCallsQueue::new(Some(replicas));
             for iteration in [20, 30] {
                 let save = request(&saver, state.clone(), &slow, iteration, rank);

@@ -8,7 +8,7 @@ use dcp_conformance::{CollectiveFault, CountingStorage, FaultCollective, MemoryS
 use dcp_core::{
     CheckpointError, Collective, DType, StateDict, Storage, StorageReader as _, Tensor, Value,
 };
-use dcp_engine::Loader;
+use dcp_engine::{Loader, Settings};
 use dcp_formats::dcp::DcpReader;
 use dcp_megatron::MegatronError;
 use dcp_megatron::parallel::{
@@ -350,7 +350,10 @@ fn replicas_read_a_real_checkpoint_once_among_them() {
                 .world_rank(mesh.rank)
                 .exchange(exchange);
             let mut state = request(mesh.tp_rank);
-            block_on(Loader::new().group(mesh.world).load(&mut state, &reader)).unwrap();
+            block_on(
+                Loader::with_settings(Settings::in_group(mesh.world)).load(&mut state, &reader),
+            )
+            .unwrap();
             let expected = Value::Dict(alone[mesh.tp_rank as usize].0.clone());
             assert!(Value::Dict(state).same(&expected), "rank {}", mesh.rank);
         });

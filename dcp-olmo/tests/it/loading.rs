@@ -5,7 +5,7 @@ use std::sync::Arc;
 use dcp_collectives::LocalCollective;
 use dcp_core::value::Dict;
 use dcp_core::{CheckpointError, DType, StateDict, Storage, Tensor, Value};
-use dcp_engine::{BackgroundSaver, Loader, Saver};
+use dcp_engine::{BackgroundSaver, Loader, Saver, Settings};
 use dcp_formats::metadata::Profile;
 use dcp_olmo::{
     KeyMapping, LoadedState, OlmoLoadOptions, OlmoSaveOptions, OptimizerLayout,
@@ -224,7 +224,7 @@ fn what_one_rank_finds_wrong_ends_the_load_on_all() {
         .map(|(rank, group)| {
             let (storage, mut model) = (Arc::clone(&storage), blank(&model));
             runtime.spawn(async move {
-                let loader = Loader::new().group(Arc::new(group));
+                let loader = Loader::with_settings(Settings::in_group(Arc::new(group)));
                 let then = if rank == 0 { "tiny" } else { "nope" };
                 let mapping: KeyMapping = [("tiny".to_owned(), then.to_owned())].into();
                 let options = OlmoLoadOptions::default().key_mapping(mapping);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use dcp_core::path::{PathItem, StatePath};
 use dcp_core::value::Dict;
 use dcp_core::{StateDict, Storage, StorageReader, Value};
-use dcp_engine::{LoadMode, Loader};
+use dcp_engine::{LoadMode, Loader, Settings};
 use dcp_formats::dcp::DcpReader;
 use dcp_planner::{FlattenRule, KeyFilter, Template};
 pub(crate) use dcp_testing::{block_on, key, memory, put_folder};
@@ -42,7 +42,9 @@ pub(crate) fn everything(reader: &dyn StorageReader) -> BTreeMap<String, (StateP
             .iter()
             .map(|leaf| (Arc::clone(&leaf.fqn), leaf.value.clone()))
             .collect();
-        let loader = Loader::new().mode(LoadMode::Exact).flatten_rule(FlattenRule::TopLevel);
+        let loader = Loader::with_settings(
+            Settings::new().load_mode(LoadMode::Exact).flatten_rule(FlattenRule::TopLevel),
+        );
         loader.load(&mut state, reader).await.unwrap();
         let paths = template.leaves().iter().map(|leaf| leaf.path.clone().unwrap());
         let values = state.into_iter().map(|(fqn, value)| (fqn.as_str().unwrap().into(), value));

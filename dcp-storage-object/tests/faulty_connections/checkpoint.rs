@@ -7,7 +7,7 @@ use dcp_core::{
     CheckpointError, Collective, DType, HostMemory, Region, Shard, StateDict, Storage, Tensor,
     Value,
 };
-use dcp_engine::{Loader, Saver};
+use dcp_engine::{Loader, Saver, Settings};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 
 use crate::place::block_on;
@@ -64,7 +64,7 @@ pub(crate) fn save(
 ) -> Result {
     let state = state(step, rank, group.world_size());
     let writer = DcpWriter::new(Arc::clone(storage));
-    block_on(Saver::new().group(group).save(&state, &writer)).map(drop)
+    block_on(Saver::with_settings(Settings::in_group(group)).save(&state, &writer)).map(drop)
 }
 
 pub(crate) fn save_on_one(storage: &Arc<dyn Storage>, step: i64) -> Result {
@@ -80,7 +80,7 @@ pub(crate) fn load(
     let world = group.world_size();
     let mut loaded = blank(rank, world);
     let reader = DcpReader::new(Arc::clone(storage));
-    block_on(Loader::new().group(group).load(&mut loaded, &reader))?;
+    block_on(Loader::with_settings(Settings::in_group(group)).load(&mut loaded, &reader))?;
     let step = loaded.get("step").and_then(Value::as_int).unwrap();
     let expected = state(step, rank, world);
     let is_same = Value::Dict(loaded).same(&Value::Dict(expected));

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use dcp_conformance::FaultStorage;
 use dcp_core::storage::{PutMode, UploadOptions};
 use dcp_core::{Key, StateDict, Storage, Tensor};
-use dcp_engine::{Loader, Saver};
+use dcp_engine::{Loader, Saver, Settings};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_testing::{block_on, memory, on_ranks};
 use dcp_trace::{Trace, TraceRecorder, TraceSummary};
@@ -56,10 +56,12 @@ fn save_and_load() -> Trace {
         let sink = Sink::default();
         let recorder = TraceRecorder::to(sink.clone());
         let storage = recorder.storage(rank, Arc::clone(&storage));
-        let saver = Saver::new().group(Arc::clone(&group)).observer(recorder.observer());
+        let saver = Saver::with_settings(
+            Settings::in_group(Arc::clone(&group)).observer(recorder.observer()),
+        );
         let writer = DcpWriter::new(Arc::clone(&storage));
         block_on(saver.save(&state(rank), &writer)).unwrap();
-        let loader = Loader::new().group(group).observer(recorder.observer());
+        let loader = Loader::with_settings(Settings::in_group(group).observer(recorder.observer()));
         block_on(loader.load(&mut state(rank), &DcpReader::new(storage))).unwrap();
         recorder.finish().unwrap();
         sink.trace()
@@ -137,7 +139,11 @@ fn failures_are_in_the_trace() {
     let recorder = TraceRecorder::to(sink.clone());
     let broken: Arc<dyn Storage> = Arc::new(FaultStorage::new(memory()).dying_after(0));
     let writer = DcpWriter::new(recorder.storage(0, broken));
-    block_on(Saver::new().observer(recorder.observer()).save(&state(0), &writer)).unwrap_err();
+    block_on(
+        Saver::with_settings(Settings::new().observer(recorder.observer()))
+            .save(&state(0), &writer),
+    )
+    .unwrap_err();
     recorder.finish().unwrap();
     let summary = TraceSummary::of(&sink.trace());
     assert!(summary.operations[0].ranks[0].error.is_some(), "{summary:?}");
@@ -170,7 +176,11 @@ fn a_failing_write_ends_the_recording_and_not_the_save() {
     }
     let recorder = TraceRecorder::to(Full);
     let writer = DcpWriter::new(recorder.storage(0, memory()));
-    block_on(Saver::new().observer(recorder.observer()).save(&state(0), &writer)).unwrap();
+    block_on(
+        Saver::with_settings(Settings::new().observer(recorder.observer()))
+            .save(&state(0), &writer),
+    )
+    .unwrap();
     assert_eq!(recorder.finish().unwrap_err().kind(), std::io::ErrorKind::StorageFull);
     recorder.finish().unwrap();
 }

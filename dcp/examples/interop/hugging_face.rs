@@ -5,7 +5,7 @@ use std::sync::Arc;
 use dcp::core::StorageReader;
 use dcp::core::metadata::Entry;
 use dcp::core::registry::Access;
-use dcp::engine::{Loader, Saver};
+use dcp::engine::{Loader, Saver, Settings};
 use dcp::formats::hf::{HfLayout, HfRankWriter, HfReader};
 use dcp::{Collective, StateDict, Tensor};
 
@@ -29,9 +29,9 @@ pub(crate) async fn resave(from: &str, to: &str, group: &Arc<dyn Collective>) ->
         };
         state.insert(Arc::clone(fqn), target);
     }
-    Loader::new().group(Arc::clone(group)).load(&mut state, &reader).await?;
+    Loader::with_settings(Settings::in_group(Arc::clone(group))).load(&mut state, &reader).await?;
     let writer = HfRankWriter::builder(storage(to, Access::Write).await?);
     let writer = writer.layout(HfLayout::MaxFileBytes(FILE_BYTES)).consolidate(true).build();
-    Saver::new().group(Arc::clone(group)).save(&state, &writer).await?;
+    Saver::with_settings(Settings::in_group(Arc::clone(group))).save(&state, &writer).await?;
     Ok(())
 }

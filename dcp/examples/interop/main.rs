@@ -130,7 +130,7 @@ async fn load(checkpoint: &str, expected: &str, group: &Arc<dyn Collective>) -> 
         state.insert(Arc::clone(fqn), target);
     }
 
-    let checkpointer = Checkpointer::new().group(Arc::clone(group));
+    let checkpointer = Checkpointer::in_group(Arc::clone(group));
     checkpointer.load(&mut state, checkpoint).mode(LoadMode::Exact).await?;
     expected.compare(&state)
 }
@@ -159,8 +159,7 @@ async fn save(
         "zstd" => (FileLayout::default(), Some(Zstd::new())),
         other => return Err(format!("unknown way to save: {other}").into()),
     };
-    Checkpointer::new()
-        .group(Arc::clone(group))
+    Checkpointer::in_group(Arc::clone(group))
         .writer(move |storage| DcpWriter::builder(storage).files(layout).zstd(zstd).build())
         .save(&state, checkpoint)
         .await?;
@@ -211,7 +210,7 @@ async fn rewrite(from: &str, to: &str, group: &Arc<dyn Collective>) -> Result {
         };
         state.insert(Arc::clone(fqn), target);
     }
-    let checkpointer = Checkpointer::new().group(Arc::clone(group));
+    let checkpointer = Checkpointer::in_group(Arc::clone(group));
     checkpointer.load(&mut state, from).await?;
     checkpointer.save(&state, to).await?;
     Ok(())

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use dcp::core::StateDict;
 use dcp::core::StorageReader;
 use dcp::core::registry::Access;
-use dcp::engine::{Loader, Saver};
+use dcp::engine::{Loader, Saver, Settings};
 use dcp::formats::dcp::DcpReader;
 use dcp::formats::metadata::Profile;
 use dcp::olmo::{
@@ -36,10 +36,10 @@ pub(crate) async fn resave(
     let mut next = || parts.next().unwrap_or_else(|| Ok(StateDict::new()));
     let (mut model, mut optim) = (next()?, next()?);
 
-    let loader = Loader::new().group(Arc::clone(group));
+    let loader = Loader::with_settings(Settings::in_group(Arc::clone(group)));
     let options = OlmoLoadOptions::default();
     load_model_and_optim_state(&loader, reader, &mut model, Some(&mut optim), &options).await?;
-    let saver = Saver::new().group(Arc::clone(group));
+    let saver = Saver::with_settings(Settings::in_group(Arc::clone(group)));
     let options = OlmoSaveOptions::default().profile(Profile::Olmo);
     let options = options.flatten_optimizer_state(layout == "flat");
     let target = storage(to, Access::Write).await?;

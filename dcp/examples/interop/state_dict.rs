@@ -35,7 +35,7 @@ pub(crate) async fn run(folder: &str, group: &Arc<dyn Collective>) -> Result {
         let ours = whole_state(&module, &mut adam, &whole).await?;
         compare(&ours, &theirs).map_err(|error| format!("{name}: {error}"))?;
 
-        let checkpointer = Checkpointer::new().group(Arc::clone(group));
+        let checkpointer = Checkpointer::in_group(Arc::clone(group));
         let state = TrainingState::new(&mut module, vec![&mut adam])?.options(options.clone())?;
         checkpointer.save(&state, path(&format!("ours_{name}"))).await?;
 
@@ -84,10 +84,10 @@ pub(crate) async fn stored(checkpoint: &str, group: Option<Sharding<'_>>) -> Res
         };
         set_at_path(&mut state, entry.path().ok_or("an entry without a path")?, value)?;
     }
-    let mut checkpointer = Checkpointer::new();
-    if let Some((group, _)) = group {
-        checkpointer = checkpointer.group(Arc::clone(group));
-    }
+    let checkpointer = match group {
+        Some((group, _)) => Checkpointer::in_group(Arc::clone(group)),
+        None => Checkpointer::new(),
+    };
     checkpointer.load(&mut state, checkpoint).mode(LoadMode::Exact).await?;
     Ok(state)
 }

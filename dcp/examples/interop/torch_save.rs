@@ -11,7 +11,7 @@ use dcp::core::metadata::{Encoding, Entry, Layout, Placement};
 use dcp::core::registry::Access;
 use dcp::core::storage::OwnThreads;
 use dcp::core::{CheckpointError, Key, Payload, PlanError};
-use dcp::engine::Loader;
+use dcp::engine::{Loader, Settings};
 use dcp::formats::torch_save::{
     TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSaveReader, write,
 };
@@ -39,7 +39,7 @@ pub(crate) async fn resave(
         };
         state.insert(Arc::clone(fqn), target);
     }
-    Loader::new().group(Arc::clone(group)).load(&mut state, &reader).await?;
+    Loader::with_settings(Settings::in_group(Arc::clone(group))).load(&mut state, &reader).await?;
 
     let (mut items, mut data) = (Vec::new(), Vec::new());
     let mut first_at: HashMap<(Place, DType), usize> = HashMap::new();

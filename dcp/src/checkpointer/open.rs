@@ -53,14 +53,6 @@ impl Checkpointer {
         Self { sharing, ..self }
     }
 
-    /// Whether a save of this process alone stores tensors of which it holds only parts; see
-    /// [`Saver::allow_parts`](dcp_engine::Saver::allow_parts).
-    #[must_use]
-    pub fn allow_parts(self, allow: bool) -> Self {
-        let saver = self.saver.clone().allow_parts(allow);
-        self.with_saver(saver)
-    }
-
     pub(super) async fn open_writer(
         &self,
         url: &str,
@@ -73,8 +65,7 @@ impl Checkpointer {
         let storages = self.storages.clone();
         #[cfg(feature = "trace")]
         if let Some(trace) = &self.trace {
-            let rank = self.group.as_ref().map_or(0, |group| group.rank());
-            return storages.layer(trace.layer(rank));
+            return storages.layer(trace.layer(self.settings().rank()));
         }
         storages
     }
@@ -106,14 +97,14 @@ impl Checkpointer {
         if let Some(make) = &self.reader {
             return Ok(Opened::Any(make(storages.open(url, Access::Read).await?)));
         }
-        let options =
-            OpenOptions::default().with_for_load(true).with_in_group(self.group.is_some());
+        let group = self.settings().collective();
+        let options = OpenOptions::default().with_for_load(true).with_in_group(group.is_some());
         let opened = self.formats.open_url(&storages, url, &options).await?;
         for note in &opened.notes {
             tracing::warn!(url = %without_secrets(url), "{note}");
         }
         let shares = self.sharing != ReadSharing::Never;
-        Ok(match &self.group {
+        Ok(match group {
             Some(group) if group.world_size() > 1 && shares => Opened::Shared(
                 ParallelReader::new(opened.reader, Arc::clone(group))
                     .sharing(self.sharing)

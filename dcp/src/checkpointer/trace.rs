@@ -1,5 +1,6 @@
 //! Recording where the time of saves and loads goes.
 
+use dcp_engine::{BackgroundSaver, Saver};
 use dcp_trace::TraceRecorder;
 
 use super::Checkpointer;
@@ -27,6 +28,9 @@ impl Checkpointer {
     /// ```
     #[must_use]
     pub fn trace(self, recorder: &TraceRecorder) -> Self {
-        Self { trace: Some(recorder.clone()), ..self.observer(recorder.observer()) }
+        let settings = self.settings().clone().observer(recorder.observer());
+        let saver = Saver::with_settings(settings);
+        let background = BackgroundSaver::new(saver.clone());
+        Self { trace: Some(recorder.clone()), saver, background, ..self }
     }
 }

@@ -13,7 +13,9 @@ use std::time::SystemTime;
 use dcp_core::error::{FailureKind, Phase, error_chain};
 use dcp_core::text::without_secrets;
 use dcp_core::{CheckpointError, Stateful};
-use dcp_engine::{Group, LoadMode, LoadSummary, SaveSummary};
+#[cfg(doc)]
+use dcp_engine::Settings;
+use dcp_engine::{LoadSummary, SaveSummary};
 use dcp_jobs::Error;
 use dcp_jobs::run::{
     AllOf, LatestValid, PruneReport, Retention, Run, SaveSchedule, SkippedStep, StepNaming,
@@ -74,7 +76,6 @@ pub struct CheckpointManager {
     retention: Option<Arc<dyn Retention>>,
     verify: Option<bool>,
     deep_resume: bool,
-    mode: LoadMode,
     preemption: Option<Preemption>,
     check_every: u64,
     clock: Arc<Clock>,
@@ -145,7 +146,6 @@ impl CheckpointManager {
             retention: None,
             verify: None,
             deep_resume: false,
-            mode: LoadMode::default(),
             preemption: None,
             check_every: 1,
             clock: Arc::new(SystemTime::now),
@@ -153,7 +153,11 @@ impl CheckpointManager {
         }
     }
 
-    /// Saves and loads with these settings: group of ranks, storages, planners, casts.
+    /// Saves and loads by this, with its group of ranks, storages, planners and casts.
+    ///
+    /// With [`LoadMode::AllowMissing`](crate::LoadMode::AllowMissing) as its [`Settings::load_mode`],
+    /// [`resume`](Self::resume) loads into a trainer that got a new key, or more ranks that each have a key of
+    /// their own: what the checkpoint lacks keeps its value, and is named in [`Resumed::load`].
     #[must_use]
     pub fn checkpointer(self, checkpointer: Checkpointer) -> Self {
         Self { checkpointer, ..self }
@@ -193,15 +197,6 @@ impl CheckpointManager {
         Self { deep_resume: deep, ..self }
     }
 
-    /// Sets how closely a checkpoint must fit the state that [`resume`](Self::resume) loads into;
-    /// [`LoadMode::Strict`] by default. [`AllowMissing`](LoadMode::AllowMissing) resumes a trainer that got
-    /// a new key, or more ranks that each have a key of their own: what the checkpoint lacks keeps
-    /// its value, and is named in [`Resumed::load`].
-    #[must_use]
-    pub fn load_mode(self, mode: LoadMode) -> Self {
-        Self { mode, ..self }
-    }
-
     /// Saves when a rank is preempted.
     #[must_use]
     pub fn preemption(self, preemption: Preemption) -> Self {
@@ -231,7 +226,7 @@ impl CheckpointManager {
     /// receives the same answer.
     ///
     /// A schedule of steps needs no exchange. For times and preemptions, ranks exchange a message: in
-    /// the [`decision_group`](Checkpointer::decision_group) where there is one, and otherwise in the
+    /// the [`decision_group`](Settings::decision_group) where there is one, and otherwise in the
     /// group of the saves, after background saves under way. The time is the coordinator's.
     /// A preemption is answered once.
     ///
@@ -252,9 +247,9 @@ impl CheckpointManager {
         let last = *self.last().get_or_insert(now);
         let is_late = self.schedule.is_due_by_time(last, now);
         let is_preempted = self.preemption.as_ref().is_some_and(Preemption::is_requested);
-        let (group, coordinator) = self.checkpointer.decisive_group().await;
+        let group = self.checkpointer.decisive_group().await?;
+        let coordinator = group.context().coordinator;
         let coordinator_at = usize::try_from(coordinator).unwrap_or(usize::MAX);
-        let group = Group::new(group, coordinator)?;
         let mine = Ok((is_late, is_preempted));
         let all =
             group.run(async |group| group.all_gather_results(Phase::Plan, mine).await).await?;
@@ -294,7 +289,7 @@ impl CheckpointManager {
                     return Ok(None);
                 };
                 damaged.extend(skipped);
-                match self.checkpointer.load(&mut *state, &url).mode(self.mode).await {
+                match self.checkpointer.load(&mut *state, &url).await {
                     Ok(load) => {
                         *self.parent() = Some(step);
                         return Ok(Some(Resumed { step, skipped: damaged, load }));
@@ -316,12 +311,10 @@ impl CheckpointManager {
         damaged: Option<&SkippedStep>,
     ) -> Result<Option<(u64, String, Vec<SkippedStep>)>, CheckpointError> {
         type Chosen = (Option<(u64, String)>, Vec<(String, u64, String)>);
-        let (group, coordinator) = self.checkpointer.settled_group().await;
-        let group = Group::new(group, coordinator)?;
+        let group = self.checkpointer.settled_group().await?;
         let (step, skipped) = group
             .run(async |group| {
-                let context = group.context();
-                let decision = match context.rank == coordinator {
+                let decision = match group.context().is_coordinator() {
                     false => None,
                     true => Some(self.latest_valid(damaged).await.map(|valid| {
                         let LatestValid { step, skipped, .. } = valid;
@@ -392,7 +385,7 @@ impl CheckpointManager {
     ) -> SavedStep {
         *self.parent() = Some(step);
         let mut saved = SavedStep { step, save, pruned: None, problem: None };
-        if !self.checkpointer.is_coordinator() {
+        if !self.checkpointer.settings().is_coordinator() {
             return saved;
         }
         let run = self.run();

@@ -93,7 +93,7 @@ fn ranks_load_their_rows_of_every_format_and_share_reads() {
                     let zeros = Tensor::zeros_sharded(tensor.dtype(), shape, [region]).unwrap();
                     state.insert(fqn.as_str(), zeros);
                 }
-                let checkpointer = Checkpointer::new().group(group).read_sharing(sharing);
+                let checkpointer = Checkpointer::in_group(group).read_sharing(sharing);
                 let load = checkpointer.load(&mut state, url(checkpoint));
                 load.mode(dcp::LoadMode::AllowMissing).blocking().unwrap();
                 state

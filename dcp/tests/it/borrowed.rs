@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use dcp::core::HostMemory;
 use dcp::core::memory::{LoanError, scope};
-use dcp::{DType, HostMemory, StateDict, Tensor};
+use dcp::{DType, StateDict, Tensor};
 
 #[test]
 fn borrowed_slices_and_shared_buffers_are_saved_and_loaded_in_place() {

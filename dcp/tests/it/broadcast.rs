@@ -63,7 +63,7 @@ fn a_torch_save_file_is_loaded_straight_into_a_sharded_state_dict() {
                 state.insert("epoch", Value::None);
                 state.insert("optim.param_groups.0.betas", Value::None);
                 let members = Arc::clone(&group);
-                let checkpointer = Checkpointer::new().group(group).reader(move |storage| {
+                let checkpointer = Checkpointer::in_group(group).reader(move |storage| {
                     let inner = (rank == 1).then(|| {
                         let key = Key::new(file).unwrap();
                         Arc::new(TorchSaveReader::new(storage, key)) as Arc<dyn StorageReader>

@@ -86,7 +86,7 @@ fn save_as_a_rank(place: &str) {
         let step = opened.fetch_add(1, Ordering::Relaxed) + 1;
         if step == STEP { stopping(storage) } else { storage }
     });
-    let checkpointer = Checkpointer::new().group(group).storages(storages);
+    let checkpointer = Checkpointer::in_group(group).storages(storages);
     for step in 1.. {
         if step == STEP {
             let stop = std::env::var(STOP_CALL).map_or(0, |call| call.parse().unwrap());

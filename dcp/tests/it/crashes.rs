@@ -153,7 +153,7 @@ fn save_on_threads(url: &str, value: u8) {
     LocalGroup::new(3)
         .run(|group| {
             let rank = group.rank();
-            save_by(&Checkpointer::new().group(Arc::new(group)), url, value, rank, 3);
+            save_by(&Checkpointer::in_group(Arc::new(group)), url, value, rank, 3);
             Ok::<_, dcp::CheckpointError>(())
         })
         .into_iter()
@@ -169,7 +169,7 @@ fn save_over_tcp(url: &str, value: u8) {
             config = config.listener(listener.lock().unwrap().take().unwrap());
         }
         let group = Arc::new(config.connect().unwrap());
-        save_by(&Checkpointer::new().group(group), url, value, rank, 2);
+        save_by(&Checkpointer::in_group(group), url, value, rank, 2);
     });
 }
 

@@ -50,7 +50,7 @@ fn save(
 ) -> Outcome {
     let rank = group.rank();
     let storages = dcp::default_storages().layer(move |storage, _| layer(storage));
-    let checkpointer = Checkpointer::new().group(Arc::new(group)).storages(storages);
+    let checkpointer = Checkpointer::in_group(Arc::new(group)).storages(storages);
     checkpointer.save(&state(2, rank, RANKS), url).blocking().map(drop)
 }
 

@@ -5,6 +5,8 @@
 #[cfg(feature = "jobs")]
 mod any_format;
 mod background;
+#[cfg(feature = "jobs")]
+mod book;
 mod borrowed;
 mod broadcast;
 mod child;

@@ -83,7 +83,7 @@ fn damage_that_a_load_finds_leads_to_the_next_older_checkpoint_on_all_ranks() {
     let url = run_in(&folder);
     let resumed = LocalGroup::new(3).run(|group| {
         let rank = group.rank();
-        let checkpointer = Checkpointer::new().group(Arc::new(group));
+        let checkpointer = Checkpointer::in_group(Arc::new(group));
         let manager = CheckpointManager::new(&url).checkpointer(checkpointer);
         for step in [10, 20, 30] {
             manager.save(step, &shard(rank, step)?).blocking()?;
@@ -124,7 +124,8 @@ fn a_trainer_with_a_new_key_resumes_in_a_mode_that_allows_it() {
     let mut more = state(0);
     more.insert("rng.rank7", u64::MAX);
     assert!(manager.resume(&mut more).blocking().is_err());
-    let manager = manager.load_mode(dcp::LoadMode::AllowMissing);
+    let settings = dcp::Settings::new().load_mode(dcp::LoadMode::AllowMissing);
+    let manager = manager.checkpointer(Checkpointer::with_settings(settings));
     let resumed = manager.resume(&mut more).blocking().unwrap().unwrap();
     assert_eq!((resumed.step, step_of(&more)), (10, 10));
     assert_eq!(more.get("rng.rank7").and_then(dcp::Value::as_u64), Some(u64::MAX));
@@ -149,7 +150,7 @@ fn the_error_of_ranks_without_a_common_storage_names_the_url_of_the_coordinator(
     let errors = LocalGroup::new(3).run(|group| {
         let rank = group.rank();
         let disk = folder.path().join(format!("disk{rank}")).display().to_string();
-        let checkpointer = Checkpointer::new().group(Arc::new(group));
+        let checkpointer = Checkpointer::in_group(Arc::new(group));
         let saved = [
             checkpointer.save(&shard(rank, 1)?, format!("{disk}/a")).blocking(),
             dcp::block_on(
@@ -235,7 +236,7 @@ fn all_ranks_save_at_the_same_steps_for_the_same_reasons() {
         // The clocks of the ranks differ; that of the coordinator counts.
         let now = Arc::clone(&clock);
         let ahead = Duration::from_secs(u64::from(rank) * 1000);
-        let checkpointer = Checkpointer::new().group(Arc::new(group));
+        let checkpointer = Checkpointer::in_group(Arc::new(group));
         let manager = CheckpointManager::new(&url)
             .checkpointer(checkpointer)
             .schedule(SaveSchedule::new().every_steps(10).every(Duration::from_secs(60)))
@@ -299,7 +300,7 @@ fn a_coordinator_that_cannot_list_the_run_fails_all_ranks_alike() {
     fs::write(&url, "no folder").unwrap();
     let errors = LocalGroup::new(2).run(|group| {
         let rank = group.rank();
-        let checkpointer = Checkpointer::new().group(Arc::new(group));
+        let checkpointer = Checkpointer::in_group(Arc::new(group));
         let manager = CheckpointManager::new(&url).checkpointer(checkpointer);
         let mut mine = shard(rank, 0).unwrap();
         Ok::<_, CheckpointError>(manager.resume(&mut mine).blocking().unwrap_err().to_string())

@@ -62,7 +62,7 @@ fn load_small(
     let (counting, storages) = counted(&storage);
     let calls = on_ranks(4, |rank, group| {
         let group = Arc::new(CountingCollective::new(group));
-        let checkpointer = with(Checkpointer::new().group(Arc::clone(&group) as _));
+        let checkpointer = with(Checkpointer::in_group(Arc::clone(&group) as _));
         let rows = if shards { 16 } else { 64 };
         let start = if shards { 16 * u64::from(rank) } else { 0 };
         let region = Region::new([start, 0], [rows, 100]).unwrap();
@@ -120,7 +120,7 @@ fn large_replicas_share_a_slow_storage_by_default() {
         let slow: Arc<dyn Storage> = Arc::new(slow.bytes_per_second(100 << 20));
         let (counting, storages) = counted(&slow);
         on_ranks(2, |_, group| {
-            let checkpointer = Checkpointer::new().group(group).storages(storages.clone());
+            let checkpointer = Checkpointer::in_group(group).storages(storages.clone());
             let checkpointer = match sharing {
                 Some(sharing) => checkpointer.read_sharing(sharing),
                 None => checkpointer,
@@ -156,7 +156,7 @@ fn what_fails_on_one_rank_all_ranks_return_in_any_sharing() {
                     (true, false) => storages = StorageRegistry::empty(),
                     _ => {}
                 }
-                let checkpointer = Checkpointer::new().group(group).storages(storages);
+                let checkpointer = Checkpointer::in_group(group).storages(storages);
                 let mut into = state(Tensor::zeros(DType::UInt8, SMALL).unwrap());
                 let load = checkpointer.read_sharing(sharing).load(&mut into, URL).blocking();
                 load.map(drop)

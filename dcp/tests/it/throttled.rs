@@ -116,9 +116,8 @@ fn at_most_as_many_processes_of_a_node_upload_as_there_are_turns() {
         let rank = u64::from(group.rank());
         let slots = UploadSlots::open(node.path().join("uploads"), TURNS)?;
         // The storages are set last: the order of the calls does not matter.
-        let checkpointer = Checkpointer::new()
+        let checkpointer = Checkpointer::in_group(Arc::new(group))
             .throttle_uploads(slots)
-            .group(Arc::new(group))
             .storages(storages.clone());
         let rows = Region::new([rank, 0], [1, LARGE])?;
         let mut state = StateDict::new();

@@ -5,14 +5,21 @@ use std::sync::Arc;
 use dcp::core::StorageErrorKind;
 use dcp::core::error::FailureKind;
 use dcp::core::error::StorageOp;
-use dcp::{AppState, CheckpointError, Checkpointer, DType, StateDict, Stateful};
+use dcp::{
+    AppState, CheckpointError, Checkpointer, DType, Settings, StateDict, Stateful, StorageRegistry,
+};
 use dcp_conformance::{FaultStorage, MemoryStorage};
 use dcp_testing::on_ranks;
 
 use crate::state::{blank, state, step_of};
 
-/// A checkpointer with the scheme `mem`, whose storage is gone for `broken` ranks.
-fn checkpointer(storage: &MemoryStorage, broken: bool) -> Checkpointer {
+/// A checkpointer with the scheme `mem`.
+fn checkpointer(storage: &MemoryStorage, settings: Settings) -> Checkpointer {
+    Checkpointer::with_settings(settings).storages(storages(storage, false))
+}
+
+/// Storages with the scheme `mem`, whose storage is gone for `broken` ranks.
+fn storages(storage: &MemoryStorage, broken: bool) -> StorageRegistry {
     let mut storages = dcp::default_storages();
     let storage = storage.clone();
     storages.register("mem", move |request| {
@@ -22,7 +29,7 @@ fn checkpointer(storage: &MemoryStorage, broken: bool) -> Checkpointer {
         }
         Ok(Arc::new(storage.clone()))
     });
-    Checkpointer::new().storages(storages)
+    storages
 }
 
 #[test]
@@ -30,7 +37,7 @@ fn a_scheme_of_the_caller_serves_saves_loads_and_background_saves() {
     let storage = MemoryStorage::new();
     on_ranks(3, |_, group| {
         let (rank, world) = (group.rank(), group.world_size());
-        let checkpointer = checkpointer(&storage, false).group(group);
+        let checkpointer = checkpointer(&storage, Settings::in_group(group));
         let plain = checkpointer.save(&state(1, rank, world), "mem://run").blocking().unwrap();
         assert!(!plain.reused_plan);
         let saving = checkpointer.save(&state(2, rank, world), "mem://run").background().unwrap();
@@ -51,11 +58,11 @@ fn a_scheme_of_the_caller_serves_saves_loads_and_background_saves() {
 #[test]
 fn a_storage_that_does_not_open_on_one_rank_fails_every_entry_point_on_all_ranks() {
     let storage = MemoryStorage::new();
-    let healthy = checkpointer(&storage, false);
+    let healthy = checkpointer(&storage, Settings::new());
     healthy.save(&state(1, 0, 1), "mem://run").blocking().unwrap();
     let results = on_ranks(3, |_, group| {
         let (rank, world) = (group.rank(), group.world_size());
-        let checkpointer = checkpointer(&storage, rank == 2).group(group);
+        let checkpointer = Checkpointer::in_group(group).storages(storages(&storage, rank == 2));
         let save = || checkpointer.save(&state(2, rank, world), "mem://run");
         let mut loaded = blank(rank, world);
         [
@@ -81,14 +88,14 @@ fn a_disk_that_fills_up_on_one_rank_is_a_full_disk_on_every_rank() {
         if rank == 1 {
             storages = storages.layer(|inner, _| Arc::new(FaultStorage::new(inner).full_after(0)));
         }
-        let checkpointer = Checkpointer::new().group(group).storages(storages);
+        let checkpointer = Checkpointer::in_group(group).storages(storages);
         checkpointer.save(&state(2, rank, world), "mem://run").blocking().unwrap_err().kind()
     });
     assert_eq!(kinds, [FailureKind::Storage(StorageErrorKind::Full); 3]);
 }
 
-fn checkpointer_storages(storage: &MemoryStorage) -> dcp::StorageRegistry {
-    let mut storages = dcp::StorageRegistry::empty();
+fn checkpointer_storages(storage: &MemoryStorage) -> StorageRegistry {
+    let mut storages = StorageRegistry::empty();
     let storage = storage.clone();
     storages.register("mem", move |_| Ok(Arc::new(storage.clone())));
     storages
@@ -113,7 +120,7 @@ impl Stateful for Optimizer {
 #[test]
 fn parts_of_an_application_are_saved_and_loaded_by_name() {
     let storage = MemoryStorage::new();
-    let checkpointer = checkpointer(&storage, false).cast(DType::BFloat16);
+    let checkpointer = checkpointer(&storage, Settings::new().cast(DType::BFloat16));
     let (mut model, mut optimizer) = (state(3, 0, 1), Optimizer(7));
     let app = AppState::new().with("model", &mut model).with("optimizer", &mut optimizer);
     checkpointer.save(&app, "mem://app").blocking().unwrap();
@@ -128,7 +135,7 @@ fn a_part_without_a_state_fails_the_save_on_all_ranks() {
     let storage = MemoryStorage::new();
     let errors = on_ranks(2, |_, group| {
         let optimizer = Optimizer(i64::from(group.rank()) - 1);
-        let checkpointer = checkpointer(&storage, false).group(group);
+        let checkpointer = checkpointer(&storage, Settings::in_group(group));
         checkpointer.save(&optimizer, "mem://run").blocking().unwrap_err().to_string()
     });
     for error in errors {
@@ -155,10 +162,10 @@ impl Stateful for Picky {
 #[test]
 fn a_part_that_refuses_its_state_fails_the_load_on_all_ranks() {
     let storage = MemoryStorage::new();
-    checkpointer(&storage, false).save(&Picky(0), "mem://run").blocking().unwrap();
+    checkpointer(&storage, Settings::new()).save(&Picky(0), "mem://run").blocking().unwrap();
     let errors = on_ranks(2, |_, group| {
         let mut part = Picky(group.rank());
-        let checkpointer = checkpointer(&storage, false).group(group);
+        let checkpointer = checkpointer(&storage, Settings::in_group(group));
         checkpointer.load(&mut part, "mem://run").blocking().unwrap_err().to_string()
     });
     for error in errors {
@@ -175,7 +182,7 @@ fn the_next_save_of_any_kind_returns_the_error_of_a_background_save() {
         storages.register("full", |_| {
             Ok(Arc::new(FaultStorage::new(Arc::new(MemoryStorage::new())).full_after(0)))
         });
-        let checkpointer = Checkpointer::new().group(group).storages(storages);
+        let checkpointer = Checkpointer::in_group(group).storages(storages);
         let state = state(1, rank, world);
         drop(checkpointer.save(&state, "full://run").background().unwrap());
         let next = || checkpointer.save(&state, "mem://run").blocking();
@@ -193,13 +200,13 @@ fn the_next_save_of_any_kind_returns_the_error_of_a_background_save() {
 #[test]
 fn a_process_alone_that_holds_a_part_of_a_tensor_is_refused() {
     let storage = MemoryStorage::new();
-    let checkpointer = checkpointer(&storage, false);
+    let checkpointer = checkpointer(&storage, Settings::new());
     let half = || checkpointer.save(&state(1, 0, 2), "mem://half");
     let error = half().blocking().unwrap_err().to_string();
     assert!(error.contains("saves alone and holds") && error.contains("\"sharded\""), "{error}");
     assert!(half().background().and_then(|save| save.blocking()).is_err());
     assert!(checkpointer.load(&mut blank(0, 2), "mem://half").blocking().is_err());
-    let allowed = checkpointer.clone().allow_parts(true);
+    let allowed = self::checkpointer(&storage, Settings::new().allow_parts(true));
     allowed.save(&state(1, 0, 2), "mem://half").blocking().unwrap();
     let mut mine = blank(0, 2);
     checkpointer.load(&mut mine, "mem://half").blocking().unwrap();

@@ -42,7 +42,7 @@ impl PlannerProblem {
         match self {
             Self::Untrue { planned, held } => format!(
                 "plans {fqn} as {planned}, but it is {held}; a planner changes no tensor and no \
-                 object (`Saver::cast` saves in another dtype)"
+                 object (`Settings::cast` saves in another dtype)"
             ),
             Self::Lost { part, holder } => format!(
                 "does not store {} of {fqn}, which {holder} holds; names that a planner leaves out \

@@ -90,6 +90,14 @@ impl ChunkTable {
         }
     }
 
+    /// Replaces each placement by the result of `moved`; the regions stay.
+    pub fn map_placements(
+        &mut self,
+        mut moved: impl FnMut(Option<Placement>) -> Option<Placement>,
+    ) {
+        self.placements.iter_mut().for_each(|placement| *placement = moved(*placement));
+    }
+
     /// All chunks in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = ChunkRef<'_>> {
         (0..self.len()).map(|index| {

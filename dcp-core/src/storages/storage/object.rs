@@ -1,11 +1,13 @@
 //! Objects, their versions, and requests for their bytes.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use bytes::Bytes;
 
+use crate::error::{StorageError, StorageErrorKind, StorageOp};
 use crate::names::key::Key;
 use crate::tensors::memory::Buffer;
 
@@ -89,6 +91,25 @@ pub enum FolderEntry {
     Folder(Key),
 }
 
+impl FolderEntry {
+    /// The entries of a folder, by all objects that are in it at any depth; of the root, if there is no folder.
+    pub fn of_objects(
+        objects: Vec<ObjectMeta>,
+        folder: Option<&Key>,
+    ) -> impl Iterator<Item = Self> + Send + 'static {
+        let skipped = folder.map_or(0, |folder| folder.as_str().len() + 1);
+        let (mut folders, mut entries) = (BTreeSet::new(), Vec::new());
+        for object in objects {
+            let name = object.key.as_str();
+            match name.get(skipped..).and_then(|below| below.split_once('/')) {
+                None => entries.push(Self::Object(object)),
+                Some((below, _)) => folders.extend(Key::new(&name[..skipped + below.len()])),
+            }
+        }
+        entries.into_iter().chain(folders.into_iter().map(Self::Folder))
+    }
+}
+
 /// One range to read: its offset in the object, and the memory to fill.
 #[derive(Debug)]
 pub struct ReadInto {
@@ -120,6 +141,36 @@ impl ReadRequest {
     pub fn with_if_version(mut self, version: Option<Version>) -> Self {
         self.if_version = version;
         self
+    }
+}
+
+impl ReadRequest {
+    /// Fills the buffers from all `bytes` of the object `key`.
+    ///
+    /// # Errors
+    ///
+    /// [`StorageErrorKind::Truncated`] when a range ends behind them.
+    pub fn fill_from(self, key: &Key, bytes: &[u8]) -> Result<ReadOutcome, StorageError> {
+        let fill = |ReadInto { byte_offset, mut buffer }: ReadInto| {
+            if buffer.is_empty() {
+                return Ok(buffer);
+            }
+            let source = usize::try_from(byte_offset)
+                .ok()
+                .and_then(|start| bytes.get(start..start.checked_add(buffer.len())?));
+            let Some(source) = source else {
+                let (wanted, len) = (buffer.len(), bytes.len());
+                let kind = StorageErrorKind::Truncated;
+                let error = StorageError::new(kind, StorageOp::Read, Some(key.clone()));
+                return Err(error.with_message(format!(
+                    "{wanted} bytes at {byte_offset} were requested, the object has {len}"
+                )));
+            };
+            buffer.copy_from_slice(source);
+            Ok(buffer)
+        };
+        let buffers = self.ranges.into_iter().map(fill).collect::<Result<_, _>>()?;
+        Ok(ReadOutcome::new(buffers))
     }
 }
 

@@ -7,12 +7,12 @@ use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Rank, Region};
 use dcp_planner::{Holdings, RankSet, ShareRule};
 
-use crate::assignment::{Assignment, Schedule};
+use super::assignment::{Assignment, Schedule};
+use super::cost_model::{Needed, Needs};
+use super::machines::neighbors;
+use super::measured_speeds::read_again;
 use crate::disjoint::{cut, overlay};
-use crate::machine::neighbors;
-use crate::measured_speeds::read_again;
-use crate::needs::{Needed, Needs};
-use crate::planned::{check_chunk, no_entry, out_of_step, tensor_dtype};
+use crate::metadata_lookup::{check_chunk, no_entry, out_of_step, tensor_dtype};
 
 /// Objects in one message.
 const OBJECTS_MAX: u32 = 64;

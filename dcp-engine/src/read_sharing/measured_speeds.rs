@@ -10,11 +10,11 @@ use dcp_core::plan::{LoadPlan, ReadKind};
 use dcp_core::{CheckpointError, CheckpointMetadata, StorageReader};
 use tokio::time::Instant;
 
-use crate::exchange_message::{Piece, Wanted};
+use super::Exchange;
+use super::cost_model::{Speeds, speed};
+use super::exchange_message::{Piece, Wanted};
 use crate::group::Group;
-use crate::needs::{Speeds, speed};
-use crate::planned::tensor_dtype;
-use crate::read_sharing::Exchange;
+use crate::metadata_lookup::tensor_dtype;
 
 /// Bytes that a rank reads, and at most one message more.
 const READ: u64 = 8 << 20;

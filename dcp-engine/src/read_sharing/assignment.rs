@@ -4,7 +4,7 @@ use bytes::Bytes;
 use dcp_core::plan::LoadPlan;
 use dcp_core::{PlanError, Rank};
 
-use crate::needs::Needs;
+use super::cost_model::Needs;
 
 /// The part of an exchange's plan that all ranks need. It has a number for each rank, so it is broadcast,
 /// and not a part of every assignment.

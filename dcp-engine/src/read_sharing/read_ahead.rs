@@ -9,8 +9,8 @@ use dcp_core::plan::LoadPlan;
 use dcp_core::{CheckpointError, CheckpointMetadata, StorageReader};
 use tokio::task::JoinHandle;
 
-use crate::exchange_message::Message;
-use crate::planned::out_of_step;
+use super::exchange_message::Message;
+use crate::metadata_lookup::out_of_step;
 
 type Reading = JoinHandle<Result<(Bytes, ReadReport), CheckpointError>>;
 

@@ -6,10 +6,10 @@ use dcp_core::checkpoint::ReadReport;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{CheckpointError, CheckpointMetadata, StorageReader};
 
+use super::exchange_message::{Collector, Piece, Wanted};
+use super::receiver::Receiver;
 use crate::disjoint::cut;
-use crate::exchange_message::{Collector, Piece, Wanted};
-use crate::planned::tensor_dtype;
-use crate::receiver::Receiver;
+use crate::metadata_lookup::tensor_dtype;
 
 /// Reads the items that only this rank needs.
 pub(crate) async fn read_kept(

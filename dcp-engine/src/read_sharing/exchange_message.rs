@@ -12,7 +12,7 @@ use dcp_core::{
     TensorView, Value,
 };
 
-use crate::planned::{bad_message, tensor_dtype};
+use crate::metadata_lookup::{bad_message, tensor_dtype};
 
 /// A message: the length of a [`LoadPlan`] in four bytes, the plan, whose items say what the
 /// pieces are, and their bytes one after the other. An object's bytes begin with their number, in

@@ -8,8 +8,8 @@ use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Region, TensorView, Value};
 
-use crate::exchange_message::Parcel;
-use crate::planned::{bad_message, object_bytes, tensor_dtype};
+use super::exchange_message::Parcel;
+use crate::metadata_lookup::{bad_message, object_bytes, tensor_dtype};
 
 /// Copies the parts that this rank's plan requests out of the messages to all.
 #[derive(Debug)]

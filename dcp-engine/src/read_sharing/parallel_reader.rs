@@ -4,7 +4,6 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
-use bytes::Bytes;
 use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::digest::fnv1a_64;
 use dcp_core::error::Phase;
@@ -15,25 +14,19 @@ use dcp_core::{
 use dcp_planner::ShareRule;
 use tokio::sync::OnceCell;
 
-use crate::assignment::{Assignment, Schedule};
-use crate::broadcast::spread_metadata;
-use crate::division::Division;
+use super::broadcast_reader::spread_metadata;
+use super::cost_model::Speeds;
+use super::decision::{Request, Way};
+use super::machines::machine;
+use super::{Exchange, ReadSharing};
 use crate::group::Group;
-use crate::kept::read_kept;
-use crate::machine::{machine, machines};
-use crate::measured_speeds::measure;
-use crate::needs::Speeds;
-use crate::offer::{Offer, Sharers};
-use crate::read_ahead::ReadAhead;
-use crate::read_sharing::{Exchange, ReadSharing};
-use crate::receiver::Receiver;
 
 /// Default of [`ParallelReader::in_flight`].
 const IN_FLIGHT: u64 = 32 << 20;
 /// No message is cut into smaller ones.
 const MESSAGE_MIN: u64 = 64 << 10;
 /// The rank of the group that reads the index and divides reads.
-const COORDINATOR: Rank = 0;
+pub(super) const COORDINATOR: Rank = 0;
 
 /// A reader for ranks that need much the same, as the replicas of a model do: what any of them
 /// needs is read once in the group, by one of the ranks that need it, and sent to the others.
@@ -60,36 +53,20 @@ const COORDINATOR: Rank = 0;
 /// [`Loader::load_shared`](crate::Loader::load_shared) decides once for all rounds of a load to devices.
 #[doc(alias = "FullyParallelLoadStrategyWrapper")]
 pub struct ParallelReader {
-    inner: Arc<dyn StorageReader>,
-    collective: Arc<dyn Collective>,
+    pub(super) inner: Arc<dyn StorageReader>,
+    pub(super) collective: Arc<dyn Collective>,
     world_rank: Rank,
-    rule: ShareRule,
-    exchange: Exchange,
+    pub(super) rule: ShareRule,
+    pub(super) exchange: Exchange,
     in_flight: u64,
-    sharing: ReadSharing,
-    replicas_only: bool,
+    pub(super) sharing: ReadSharing,
+    pub(super) replicas_only: bool,
     index_per_rank: bool,
-    machine: Option<u64>,
-    speeds: Option<Speeds>,
+    pub(super) machine: Option<u64>,
+    pub(super) speeds: Option<Speeds>,
     known: OnceCell<Known>,
     /// The decision for the load under way.
     way: Mutex<Option<Way>>,
-}
-
-/// The way in which the ranks of a load read.
-#[derive(Clone, Debug)]
-enum Way {
-    Alone,
-    Shared(Arc<Shared>),
-}
-
-/// The agreement of ranks about plans that they share.
-#[derive(Clone, Debug)]
-struct Shared {
-    offers: Vec<Offer>,
-    sharers: Sharers,
-    schedule: Schedule,
-    assignment: Assignment,
 }
 
 #[derive(Clone, Debug)]
@@ -203,7 +180,7 @@ impl ParallelReader {
         Ok(Group::new(Some(Arc::clone(&self.collective)), COORDINATOR)?.called(self.world_rank))
     }
 
-    fn message_bytes(&self) -> u64 {
+    pub(super) fn message_bytes(&self) -> u64 {
         let at_once = match self.exchange {
             // One that is sent or taken in, with a copy in the collective, and one read ahead.
             Exchange::Broadcast => 4,
@@ -222,186 +199,6 @@ impl ParallelReader {
         Ok(Known { metadata, world_ranks })
     }
 
-    async fn share(
-        &self,
-        group: &Group,
-        metadata: &Arc<CheckpointMetadata>,
-        plan: &LoadPlan,
-        sink: &Arc<dyn DataSink>,
-    ) -> Result<ReadReport, CheckpointError> {
-        if self.sharing == ReadSharing::Never {
-            return self.read_alone(group, metadata, plan, sink).await;
-        }
-        let prepared = match self.way().clone() {
-            Some(Way::Shared(shared)) => Some(shared),
-            _ => None,
-        };
-        let (way, mut report) = self.choose(group, metadata, plan, prepared.as_ref()).await?;
-        let Way::Shared(shared) = way else {
-            report += self.read_alone(group, metadata, plan, sink).await?;
-            return Ok(report);
-        };
-        let Shared { sharers, schedule, assignment, .. } = &*shared;
-        let (plan, rest) = sharers.split(self.collective.rank(), plan);
-        let mut taker = Receiver::new(metadata, &plan, sink);
-        let mut ahead = ReadAhead::new(&self.inner, metadata, &assignment.send);
-        let rounds = schedule.turns.iter().copied().max().unwrap_or(0);
-        for round in 0..rounds {
-            let sends = |rank: Rank| round < schedule.turns_of(rank);
-            match self.exchange {
-                Exchange::Broadcast => {
-                    for root in (0..self.collective.world_size()).filter(|rank| sends(*rank)) {
-                        let mine = match root == self.collective.rank() {
-                            true => Some(ahead.next(&mut report).await),
-                            false => None,
-                        };
-                        taker.take(&group.broadcast(Phase::Read, root, mine).await?);
-                    }
-                }
-                Exchange::GatherRounds => {
-                    let mine = match sends(self.collective.rank()) {
-                        true => ahead.next(&mut report).await,
-                        false => Ok(Bytes::new()),
-                    };
-                    let all = group.exchange(Phase::Read, mine).await?;
-                    all.iter().filter(|bytes| !bytes.is_empty()).for_each(|all| taker.take(all));
-                }
-            }
-        }
-        let kept = read_kept(
-            (&self.inner, metadata),
-            &assignment.keep,
-            self.message_bytes(),
-            &mut taker,
-            &mut report,
-        )
-        .await;
-        // A rank that failed to store a message receives the others, so that no rank hangs.
-        let outcome = kept.and_then(|()| taker.finish(&mut report));
-        let outcome = match outcome {
-            Ok(()) if !rest.items.is_empty() => {
-                self.inner.read(metadata, &rest, Arc::clone(sink)).await.map(|cost| report += cost)
-            }
-            other => other,
-        };
-        group.all_succeed(Phase::Read, outcome).await?;
-        Ok(report)
-    }
-
-    /// Decides whether ranks share, as `prepared` if there is a decision for the whole load, and what each
-    /// then reads. The same on all ranks, which know the same.
-    async fn choose(
-        &self,
-        group: &Group,
-        metadata: &Arc<CheckpointMetadata>,
-        plan: &LoadPlan,
-        prepared: Option<&Arc<Shared>>,
-    ) -> Result<(Way, ReadReport), CheckpointError> {
-        let mut report = ReadReport::default();
-        let measures = self.sharing == ReadSharing::Auto && self.speeds.is_none();
-        let machine = self.machine.filter(|_| measures);
-        let mine = Offer::of(metadata, plan, self.replicas_only, machine).to_wire();
-        let offers = group.exchange(Phase::Plan, Ok(mine)).await?;
-        let offers = offers.iter().map(|offer| Offer::from_wire(offer));
-        let offers = offers.collect::<Result<Vec<_>, _>>()?;
-        if let Some(shared) = prepared.filter(|shared| shared.offers == offers) {
-            return Ok((Way::Shared(Arc::clone(shared)), report));
-        }
-        let sharers = Sharers::of(&offers, self.replicas_only);
-        if sharers.is_empty() {
-            return Ok((Way::Alone, report));
-        }
-        let decides = self.sharing == ReadSharing::Auto && prepared.is_none();
-        let machines = machines(offers.iter().map(Offer::machine));
-        if decides && self.replicas_only {
-            let needs = sharers.needs(&offers, &machines);
-            let is_small = measures && !needs.are_worth_measuring();
-            if !needs.could_share() || is_small && !needs.share_unmeasured() {
-                tracing::debug!(?needs, "ranks read by themselves");
-                return Ok((Way::Alone, report));
-            }
-        }
-        let (schedule, assignment) =
-            self.divide(group, metadata, plan, (&offers, &sharers, machines)).await?;
-        if decides && !self.pays(group, metadata, (&schedule, &assignment), &mut report).await? {
-            return Ok((Way::Alone, report));
-        }
-        Ok((Way::Shared(Arc::new(Shared { offers, sharers, schedule, assignment })), report))
-    }
-
-    /// Whether sharing is expected to be faster; the same on all ranks, which know the same.
-    async fn pays(
-        &self,
-        group: &Group,
-        metadata: &Arc<CheckpointMetadata>,
-        (schedule, assignment): (&Schedule, &Assignment),
-        report: &mut ReadReport,
-    ) -> Result<bool, CheckpointError> {
-        let needs = schedule.needs;
-        let speeds = match self.speeds {
-            Some(speeds) => group.all_gather_results(Phase::Plan, Ok(speeds)).await?,
-            None if !needs.are_worth_measuring() => return Ok(needs.share_unmeasured()),
-            None => {
-                let (send, exchange) = (&assignment.send, self.exchange);
-                let again = schedule.reads_again.then_some(&assignment.again);
-                let measured = measure(group, &self.inner, metadata, send, again, exchange);
-                let (speeds, cost) = measured.await?;
-                *report += cost;
-                speeds
-            }
-        };
-        let shares = needs.should_share(&speeds);
-        tracing::debug!(?needs, ?speeds, shares, "chose how ranks read");
-        Ok(shares)
-    }
-
-    /// Reads all that this rank needs.
-    async fn read_alone(
-        &self,
-        group: &Group,
-        metadata: &Arc<CheckpointMetadata>,
-        plan: &LoadPlan,
-        sink: &Arc<dyn DataSink>,
-    ) -> Result<ReadReport, CheckpointError> {
-        let read = self.inner.read(metadata, plan, Arc::clone(sink)).await;
-        group.all_succeed(Phase::Read, read).await
-    }
-
-    /// Agrees on the reads of each rank.
-    async fn divide(
-        &self,
-        group: &Group,
-        metadata: &Arc<CheckpointMetadata>,
-        plan: &LoadPlan,
-        (offers, sharers, machines): (&[Offer], &Sharers, Vec<Rank>),
-    ) -> Result<(Schedule, Assignment), CheckpointError> {
-        let world_size = self.collective.world_size();
-        let sent = sharers.sent(self.collective.rank(), plan);
-        let sent = sent.map_or_else(Bytes::new, |plan| plan.to_wire());
-        let divided = group.gather(Phase::Read, sent).await?.map(|plans| {
-            let decode = |plan: &Bytes| match plan.is_empty() {
-                true => Ok(LoadPlan::default()),
-                false => LoadPlan::from_wire(plan),
-            };
-            let plans = plans.iter().map(decode).collect::<Result<Vec<_>, _>>()?;
-            let (rule, message_bytes) = (self.rule, self.message_bytes());
-            let alone = sharers.alone(offers);
-            let division = Division { world_size, machines, rule, message_bytes, alone };
-            division.divide(metadata, &plans, &sharers.plan_of)
-        });
-        let (schedule, assignments) = match divided {
-            Some(Ok((schedule, all))) => (Some(Ok(schedule.to_wire())), Some(all)),
-            Some(Err(error)) => (Some(Err(error)), None),
-            None => (None, None),
-        };
-        let schedule = group.broadcast(Phase::Plan, COORDINATOR, schedule).await?;
-        let schedule = Schedule::from_wire(&schedule, world_size)?;
-        let messages =
-            assignments.map(|all| Ok((all.iter().map(Assignment::to_wire).collect(), ())));
-        let (mine, _) = group.scatter(Phase::Plan, messages).await?;
-        Ok((schedule, Assignment::from_wire(&mine)?))
-    }
-
     /// Decides for the reads of a load, until [`forget`](Self::forget). Every rank calls it with all that it
     /// is going to read. Where ranks do not share, its reads then send nothing.
     pub(crate) async fn prepare(
@@ -413,8 +210,9 @@ impl ParallelReader {
         if self.collective.world_size() == 1 || self.sharing == ReadSharing::Never {
             return Ok(ReadReport::default());
         }
-        let choose = async |group: &Group| self.choose(group, metadata, plan, None).await;
-        let (way, report) = self.group()?.run(choose).await.map_err(|e| self.in_the_world(e))?;
+        let decide =
+            async |group: &Group| self.decide(&Request { group, metadata, plan }, None).await;
+        let (way, report) = self.group()?.run(decide).await.map_err(|e| self.in_the_world(e))?;
         *self.way() = Some(way);
         Ok(report)
     }
@@ -441,7 +239,7 @@ impl ParallelReader {
         error
     }
 
-    fn way(&self) -> MutexGuard<'_, Option<Way>> {
+    pub(super) fn way(&self) -> MutexGuard<'_, Option<Way>> {
         self.way.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -466,8 +264,10 @@ impl StorageReader for ParallelReader {
         if is_alone || self.collective.world_size() == 1 {
             return self.inner.read(metadata, plan, sink).await;
         }
-        let share = async |group: &Group| self.share(group, metadata, plan, &sink).await;
-        self.group()?.run(share).await.map_err(|error| self.in_the_world(error))
+        let read = async |group: &Group| {
+            self.read_together(&Request { group, metadata, plan }, &sink).await
+        };
+        self.group()?.run(read).await.map_err(|error| self.in_the_world(error))
     }
 }
 

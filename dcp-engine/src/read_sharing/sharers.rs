@@ -7,8 +7,8 @@ use bytes::Bytes;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{CheckpointError, CheckpointMetadata, Rank, Region};
 
-use crate::needs::{Needed, Needs};
-use crate::planned::{bad_message, object_bytes, tensor_dtype};
+use super::cost_model::{Needed, Needs};
+use crate::metadata_lookup::{bad_message, object_bytes, tensor_dtype};
 
 /// A rank's first message to all others: [`LEN`](Self::LEN) bytes for a plan of any length.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -11,11 +11,11 @@ use dcp_core::error::Phase;
 use dcp_core::plan::{LoadPlan, ReadKind};
 use dcp_core::{CheckpointError, CheckpointMetadata, Collective, Rank, Region, StorageReader};
 
+use super::exchange_message::{Parcel, Piece, Wanted};
+use super::receiver::Receiver;
 use crate::disjoint::{cut, disjoint};
-use crate::exchange_message::{Parcel, Piece, Wanted};
 use crate::group::Group;
-use crate::planned::{check_chunk, out_of_step, tensor_dtype};
-use crate::receiver::Receiver;
+use crate::metadata_lookup::{check_chunk, out_of_step, tensor_dtype};
 
 /// Bytes of tensor data in one message.
 const SEGMENT: u64 = 4 << 20;

@@ -70,8 +70,11 @@ impl CheckpointFormat for OlmoFormat {
         if model.is_some() || is_step {
             let problem = problem(folder, model.as_ref());
             let inner = model.filter(DcpFiles::is_committed).map(|_| MODEL_FOLDER.to_owned());
-            // A folder that is a checkpoint itself is opened as that.
-            let evidence = match (folder.has(".metadata"), &inner) {
+            // A folder that is a checkpoint itself is opened as that. An index without a data file is none, beside a
+            // step that has all it needs.
+            let own = DcpFiles::of(folder);
+            let is_checkpoint = own.metadata && (own.data || problem.is_some());
+            let evidence = match (is_checkpoint, &inner) {
                 (false, Some(_)) => Evidence::Index,
                 (false, None) => Evidence::Remains,
                 (true, _) => Evidence::Files,
@@ -148,8 +151,13 @@ impl CheckpointFormat for OlmoFormat {
     fn unfinished(
         &self,
         folder: &Folder<'_>,
-        _metadata: &CheckpointMetadata,
+        metadata: &CheckpointMetadata,
     ) -> Option<UnfinishedSave> {
+        // What another format has opened is none of the trainer's.
+        let format = metadata.provenance().format.as_deref();
+        if format.is_some_and(|format| format != "torch_dcp") {
+            return None;
+        }
         // A folder of the user may have the name.
         folder.folder(MODEL_FOLDER).map(|model| DcpFiles::of(&model)).filter(DcpFiles::is_any)?;
         // A checkpoint in the folder itself is whole without it.

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use dcp::core::text::{Message, Quoted};
 use dcp::jobs::run::{
     AnyOf, KeepBest, KeepEvery, KeepLast, KeepYoungerThan, Prune as Deletion, PrunePlan,
-    PruneReport, StepOrder,
+    PruneReport, SkippedStep, StepOrder,
 };
 use dcp::jobs::text::count;
 use serde_json::json;
@@ -28,7 +28,8 @@ use crate::session::Session;
 /// iter_0000040, checkpoint-40, global_step40, global_step_40, ep0-ba40, epoch=3-step=40.ckpt, epoch_4).
 ///
 /// Complete is what its own format finds complete: before anything is deleted, each checkpoint is
-/// looked at. Where the highest step is not the newest, --by says which order counts.
+/// looked at, and the newest one is verified as `dcp verify` does it. If it is damaged, the newest whole one
+/// stays, too, and if none is whole, nothing is deleted. Where the highest step is not the newest, --by says which order counts.
 ///
 /// The files that make a checkpoint visible go first, so a deletion that is stopped leaves no half
 /// checkpoint that seems complete. The next prune finishes it.
@@ -38,7 +39,7 @@ Examples:
   dcp prune runs/llama --keep-last 3 --dry-run
   dcp prune runs/llama --keep-last 3 --keep-every 10000 --yes
   dcp prune s3://models/llama --keep-best 2 --metric eval_loss --lowest --keep-last 1
-  dcp prune runs/llama --older-than 30d --verify --yes
+  dcp prune runs/llama --older-than 30d --deep --yes
   dcp prune runs/llama --pin 40000                        keep this step in every later prune
   dcp prune runs/llama --incomplete --dry-run             what killed saves left
 
@@ -55,7 +56,7 @@ JSON:
   STEP is {\"name\", \"step\", \"format\", \"complete\", \"problem\", \"files\", \"bytes\", \"modified\",
            \"metrics\", \"pinned\", \"tracked\", \"named_by\", \"deleting\", \"delete\", \"reason\"}, and
            \"strays\" as of dcp ls; skipped are
-           checkpoints newer than the newest valid one, with --verify. In a dry run deleted is empty,
+           checkpoints newer than the newest one that verifies. In a dry run deleted is empty,
            and files, bytes and leftovers are what would be removed. The kind of a leftover is
            temporary_file or open_upload; stores do not say the bytes of an open upload.")]
 pub(crate) struct Prune {
@@ -113,11 +114,8 @@ pub(crate) struct Prune {
     #[arg(long, value_name = "DURATION", default_value = "1d", value_parser = parse_duration)]
     min_age: Duration,
 
-    /// Delete only when a checkpoint of the run verifies, and keep the newest one that does.
-    #[arg(long)]
-    verify: bool,
-
-    /// The same, comparing every byte with its checksum.
+    /// Compare every byte of the checkpoint that has to be whole with its checksum. Without it, its index and its
+    /// small objects are read.
     #[arg(long)]
     deep: bool,
 
@@ -180,10 +178,7 @@ impl Prune {
         if self.incomplete {
             deletion = deletion.incomplete(self.min_age);
         }
-        if self.verify || self.deep {
-            deletion = deletion.verify(self.deep);
-        }
-        deletion
+        deletion.deep(self.deep)
     }
 }
 
@@ -244,6 +239,13 @@ pub(crate) fn prune(args: &Prune, session: &Session) -> Result<(), Failure> {
             "no complete checkpoint is deleted, as any may be the best one: {problem}; a newer state of \
              the trainer decides, or move the file out of the run"
         ));
+    }
+    let is_complete = |skipped: &&SkippedStep| {
+        plan.steps.iter().any(|one| one.step.name == skipped.name && one.step.is_complete())
+    };
+    for skipped in plan.skipped.iter().filter(is_complete) {
+        let problem = Message(&skipped.problem);
+        out.note(&format!("{} does not verify: {problem}", printable(&skipped.name)));
     }
     note_others(&plan.others, out);
     let Some(report) = report else { return Ok(()) };

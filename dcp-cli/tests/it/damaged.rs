@@ -3,6 +3,7 @@
 use std::fs::{self, OpenOptions};
 use std::path::Path;
 
+use dcp::formats::metadata::decode;
 use serde_json::Value;
 
 use crate::support::{copy_of, dcp};
@@ -62,6 +63,41 @@ fn every_command_says_the_same_place_of_damage() {
         assert!(run.stderr.contains(&place), "{args:?}: {}", run.stderr);
         assert_eq!(run.stderr.matches("at byte").count(), 1, "{args:?}: {}", run.stderr);
     }
+}
+
+/// Each byte of the archive of an object is one of a record with a checksum, or one that has one right value.
+#[test]
+fn what_a_conversion_of_a_damaged_object_calls_done_verifies() {
+    let (folder, target) = (copy_of("nested"), tempfile::tempdir().unwrap());
+    let index = decode(&fs::read(folder.path().join(".metadata")).unwrap()).unwrap();
+    let (_, entry) = index.iter().find(|(_, entry)| entry.as_object().is_some()).unwrap();
+    let object = entry.as_object().unwrap().placement.unwrap();
+    let name = index.file(object.file).unwrap().to_string();
+    let (source, file) = (folder.path().display().to_string(), folder.path().join(&name));
+    let whole = fs::read(&file).unwrap();
+    let start = usize::try_from(object.byte_offset).unwrap();
+    let end = start + usize::try_from(object.byte_len).unwrap();
+    let is_padding = |at: usize| whole[at - 2..at + 3] == *b"ZZZZZ";
+    let mut padding = 0;
+    for at in (start + 2..end - 2).step_by(11) {
+        flip(&file, at as u64);
+        let out = target.path().join("out");
+        let convert = ["-q", "convert", &source, &out.display().to_string(), "--to", "dcp"];
+        let run = dcp(convert);
+        if is_padding(at) {
+            padding += 1;
+            assert!(run.stderr.contains("another padding"), "{at}: {}", run.stderr);
+            assert!(run.stderr.contains(&format!("{name:?} at byte ")), "{at}: {}", run.stderr);
+        }
+        if run.code == 0 {
+            let verified = dcp(["verify", "--deep", &out.display().to_string()]);
+            assert_eq!(verified.code, 0, "{at}: {}", verified.stdout);
+            fs::remove_dir_all(&out).unwrap();
+        }
+        assert!(!out.exists(), "{at}");
+        fs::write(&file, &whole).unwrap();
+    }
+    assert!(padding > 5, "{padding}");
 }
 
 #[test]

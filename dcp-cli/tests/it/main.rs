@@ -38,6 +38,8 @@ mod plugins;
 mod prune;
 #[cfg(unix)]
 mod prune_keeps;
+#[cfg(unix)]
+mod prune_verifies;
 mod quantized;
 mod ranks;
 mod ranks_bucket;

@@ -263,7 +263,7 @@ fn a_configuration_tells_what_the_arguments_do_not() {
     let describe = |layers: u32| {
         let config = json!({
             "model_type": "mistral", "vocab_size": 13, "num_hidden_layers": layers,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": true,
+            "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": true,
         });
         fs::write(folder.path().join("like/config.json"), config.to_string()).unwrap();
         dcp(["convert", &megatron(MODEL), &out, "--to", "hf", "--config", &like, "--json"])

@@ -1,9 +1,14 @@
 //! What `dcp prune` keeps because it does not know all of it: links, damaged notes, whole models in damaged steps.
 
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
+use dcp::core::Key;
+use dcp::core::metadata::{Entry, FileId};
+use dcp::formats::metadata::{Profile, decode, encode};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -343,5 +348,80 @@ fn a_step_that_a_file_names_by_its_number_stays() {
         let run = dcp_run(&[10, 20, 30]);
         fs::write(run.path().join(name), "step-10").unwrap();
         assert_eq!(last(&run).0, ["step-20"], "{name}");
+    }
+}
+
+/// Moves the tensors of an optimizer into data files of its own, as programs with a file for each item have it.
+fn divide(step: &Path) {
+    let index = step.join(".metadata");
+    let mut metadata = decode(&fs::read(&index).unwrap()).unwrap();
+    let mut others: Vec<FileId> = Vec::new();
+    for (at, file) in metadata.files().to_vec().into_iter().enumerate() {
+        let name = format!("__{at}_1.distcp");
+        fs::copy(step.join(file.as_str()), step.join(&name)).unwrap();
+        others.push(metadata.intern_file(&Key::new(name).unwrap()).unwrap());
+    }
+    let names: Vec<String> = metadata.iter().map(|(fqn, _)| fqn.to_string()).collect();
+    for fqn in names.iter().filter(|fqn| fqn.starts_with("optimizer.")) {
+        let Entry::Tensor(tensor) = metadata.get_mut(fqn).unwrap() else { continue };
+        for at in 0..tensor.chunks.len() {
+            let mut placement = tensor.chunks.get(at).unwrap().placement.unwrap();
+            placement.file = others[placement.file.index()];
+            tensor.chunks.place(at, placement);
+        }
+    }
+    fs::write(index, encode(&metadata, Profile::default()).unwrap()).unwrap();
+}
+
+#[test]
+fn a_step_whose_model_still_converts_stays_when_files_of_its_optimizer_are_lost() {
+    for bytes in [None, Some("cut")] {
+        let run = dcp_run(&[10, 20]);
+        let step = run.path().join("step-10");
+        divide(&step);
+        let lose = |name: &str| match bytes {
+            None => fs::remove_file(step.join(name)).unwrap(),
+            Some(bytes) => fs::write(step.join(name), bytes).unwrap(),
+        };
+        dcp(["verify", "--deep", &path(&run, "step-10")]).ok();
+        lose("__1_1.distcp");
+        let out = tempfile::tempdir().unwrap();
+        dcp(["-q", "convert", &path(&run, "step-10"), &path(&out, "hf"), "--to", "hf"]).ok();
+        let (gone, plan) = incomplete(&run);
+        assert_eq!(gone, [""; 0], "{plan:#}");
+        let said = "its model still opens, and other keys are lost";
+        assert_eq!(reason(&plan, "step-10"), said);
+        assert_eq!(last(&run).0, [""; 0]);
+        // Neither a part of the model nor a save without its index is kept.
+        let index = fs::read(step.join(".metadata")).unwrap();
+        fs::remove_file(step.join(".metadata")).unwrap();
+        let listing = dcp([
+            "prune",
+            &path(&run, ""),
+            "--incomplete",
+            "--min-age",
+            "0s",
+            "--dry-run",
+            "--json",
+        ])
+        .json();
+        assert_eq!(listing["steps"][0]["delete"], true, "{listing:#}");
+        fs::write(step.join(".metadata"), index).unwrap();
+        lose("__1_0.distcp");
+        assert_eq!(incomplete(&run).0, ["step-10"]);
+    }
+}
+
+/// Names on a file system are bytes.
+#[test]
+fn a_link_in_a_folder_whose_name_is_no_text_protects_its_step() {
+    for folder in ["", "final/"] {
+        let run = dcp_run(&[10, 20, 30]);
+        let folder = run.path().join(folder).join(OsStr::from_bytes(b"links\xff"));
+        fs::create_dir_all(&folder).unwrap();
+        symlink(run.path().canonicalize().unwrap().join("step-10"), folder.join("best")).unwrap();
+        let args = ["prune", &path(&run, ""), "--by", "step", "--keep-last", "1", "--yes"];
+        dcp(args);
+        assert!(run.path().join("step-10/.metadata").exists(), "{}", folder.display());
     }
 }

@@ -111,6 +111,79 @@ fn a_configuration_that_contradicts_the_shapes_is_refused() {
 }
 
 #[test]
+fn a_setting_of_another_type_and_a_missing_size_are_refused() {
+    let models = Models(tempfile::tempdir().unwrap());
+    for (changes, texts) in [
+        (
+            json!({"num_hidden_layers": "2"}),
+            ["num_hidden_layers \"2\"", "number is needed, not text"],
+        ),
+        (json!({"num_hidden_layers": {}}), ["num_hidden_layers {}", "not an object"]),
+        (json!({"num_hidden_layers": null}), ["num_hidden_layers null", "not null"]),
+        (json!({"num_hidden_layers": [2]}), ["num_hidden_layers [2]", "not a list"]),
+        (
+            json!({"hidden_size": 16.5}),
+            ["hidden_size 16.5", "not a number with a sign or a fraction"],
+        ),
+        (json!({"vocab_size": true}), ["vocab_size true", "not true or false"]),
+        (json!({"num_attention_heads": "4"}), ["num_attention_heads \"4\"", "not text"]),
+        (json!({"num_key_value_heads": {}}), ["num_key_value_heads {}", "not an object"]),
+        (json!({"head_dim": "4"}), ["head_dim \"4\"", "not text"]),
+        (
+            json!({"tie_word_embeddings": "no"}),
+            ["tie_word_embeddings \"no\"", "true or false is needed"],
+        ),
+        (json!({"attention_bias": 1}), ["attention_bias 1", "true or false is needed"]),
+    ] {
+        models.refused(&llama(), &changed(&changes), &texts);
+    }
+    for (setting, said) in [
+        ("hidden_size", "has 16 on its axis"),
+        ("intermediate_size", "has 32 on its axis 0"),
+        ("vocab_size", "has 40 on its axis 0"),
+        ("num_hidden_layers", "the tensors have 2 layers"),
+    ] {
+        let mut config = config();
+        config.as_object_mut().unwrap().remove(setting);
+        models.refused(&llama(), &config, &[&format!("config.json has no {setting}"), said]);
+    }
+    // Numbers that follow from others may be missing, or null.
+    models.convert(&llama(), &changed(&json!({"head_dim": null}))).ok();
+}
+
+/// The names of the tensors alone decide, and not the format of the source.
+#[test]
+fn a_configuration_that_contradicts_a_checkpoint_of_pytorch_is_refused() {
+    let models = Models(tempfile::tempdir().unwrap());
+    models.convert(&llama(), &config()).ok();
+    let (hf, source) = (path(&models.0, "out"), path(&models.0, "dcp"));
+    dcp(["convert", "-q", &hf, &source, "--to", "dcp"]).ok();
+    let (config, out) = (path(&models.0, "config"), path(&models.0, "from-dcp"));
+    let convert = ["-q", "convert", &source, &out, "--to", "hf", "--config", &config];
+    dcp(convert).ok();
+    fs::remove_dir_all(&out).unwrap();
+    for (changes, said) in [
+        (json!({"num_hidden_layers": 3}), "num_hidden_layers 3"),
+        (json!({"intermediate_size": 64}), "intermediate_size 64"),
+        (json!({"num_hidden_layers": "2"}), "not text"),
+    ] {
+        fs::write(models.0.path().join("config/config.json"), changed(&changes).to_string())
+            .unwrap();
+        dcp(convert).fails(2, &[said]);
+        assert!(!models.0.path().join("from-dcp").exists());
+    }
+    // Beside the index, it is copied.
+    fs::write(
+        models.0.path().join("dcp/config.json"),
+        changed(&json!({"intermediate_size": 64})).to_string(),
+    )
+    .unwrap();
+    let run = dcp(["convert", &source, &out, "--to", "hf"]);
+    let is_there = models.0.path().join("from-dcp/config.json").exists();
+    assert_eq!(run.stderr.contains("intermediate_size 64"), is_there, "{}", run.stderr);
+}
+
+#[test]
 fn output_weights_that_a_configuration_ties_to_others_are_refused() {
     let models = Models(tempfile::tempdir().unwrap());
     let without = |removed: &str| -> Tensors {

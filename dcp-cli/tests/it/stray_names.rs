@@ -48,6 +48,15 @@ fn torch() -> Vec<u8> {
     fs::read(fixtures().join("../torch_save/t21/zip.pt")).unwrap()
 }
 
+/// The index of another checkpoint of PyTorch.
+fn index() -> Vec<u8> {
+    fs::read(fixtures().join("t21_plain/.metadata")).unwrap()
+}
+
+/// Names of files that dcp writes beside others while it overwrites a checkpoint, here links of the user.
+const LINK_TO_RECORD: &str = ".dcp-commit -> /dev/null";
+const LINK_TO_CONFIG: &str = "config.json.replaced -> /dev/null";
+
 /// Names that some format reads, each with contents of the user.
 fn strays() -> Vec<(&'static str, Vec<u8>)> {
     let text = |name, bytes: &[u8]| (name, bytes.to_vec());
@@ -68,6 +77,12 @@ fn strays() -> Vec<(&'static str, Vec<u8>)> {
         text("model_and_optim/notes.txt", b"hello"),
         ("model_and_optim/x.pt", torch()),
         text("model_and_optim/.metadata", b"hello"),
+        ("model_and_optim/.metadata", index()),
+        text("model_and_optim/__0_0.distcp", b"hello"),
+        text(".metadata", b"hello"),
+        (".metadata", index()),
+        (LINK_TO_RECORD, Vec::new()),
+        (LINK_TO_CONFIG, Vec::new()),
     ];
     for name in [
         "common.pt",
@@ -93,6 +108,10 @@ fn strays() -> Vec<(&'static str, Vec<u8>)> {
 }
 
 fn put(step: &Path, name: &str, bytes: &[u8]) {
+    if let Some((name, to)) = name.split_once(" -> ") {
+        std::os::unix::fs::symlink(to, step.join(name)).unwrap();
+        return;
+    }
     let file = step.join(name);
     fs::create_dir_all(file.parent().unwrap()).unwrap();
     fs::write(file, bytes).unwrap();
@@ -124,6 +143,7 @@ fn in_words(bytes: &[u8]) -> String {
 #[test]
 fn a_file_with_the_name_of_a_format_costs_no_whole_checkpoint_of_another() {
     let strays = strays();
+    let mut wrong = Vec::new();
     for (format, make) in FORMATS {
         let run = tempfile::tempdir().unwrap();
         let mut made = Vec::new();
@@ -144,7 +164,6 @@ fn a_file_with_the_name_of_a_format_costs_no_whole_checkpoint_of_another() {
         make(&run.path().join("step999"));
         assert!(made.len() > 20, "{format}");
         let listed = entries(&run);
-        let mut wrong = Vec::new();
         for (folder, shown, name) in &made {
             let found = listed.iter().find(|entry| entry["name"] == **folder);
             let found = found.cloned().unwrap_or_default();
@@ -163,10 +182,12 @@ fn a_file_with_the_name_of_a_format_costs_no_whole_checkpoint_of_another() {
         let (gone, plan) = pruned(&run, &INCOMPLETE);
         for folder in &gone {
             let (_, shown, _) = made.iter().find(|(name, ..)| name == folder).unwrap();
-            wrong.push(format!("deleted: {shown}"));
+            let steps = plan["steps"].as_array().unwrap();
+            let step = steps.iter().find(|step| step["name"] == **folder).unwrap();
+            wrong.push(format!("deleted: {shown}: {step}"));
         }
-        assert!(wrong.is_empty(), "{}\n{plan:#}", wrong.join("\n"));
     }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
 /// The newest step keeps the older ones from being the last, so it has to be one that opens.
@@ -181,6 +202,10 @@ fn a_step_that_nothing_opens_is_never_the_one_that_is_kept() {
             ("common.pt", b""),
             ("mp_rank_00/x.pt", b""),
             (".metadata.json", b""),
+            (LINK_TO_RECORD, b""),
+            (LINK_TO_CONFIG, b""),
+            (".metadata", b"hello"),
+            ("model_and_optim/.metadata", b"hello"),
         ] {
             let shown = format!("{format} with {name:?} {:?}", in_words(bytes));
             let run = tempfile::tempdir().unwrap();
@@ -307,4 +332,27 @@ fn a_lost_file_of_the_trainer_does_not_make_a_committed_step_of_olmo_deletable()
     fs::remove_file(run.path().join("step10/train/rank0.pt")).unwrap();
     fs::remove_file(run.path().join("step10/model_and_optim/__1_0.distcp")).unwrap();
     assert_eq!(pruned(&run, &INCOMPLETE).0, ["step10"]);
+}
+
+/// Each rank writes data files under its number, so that those of a rank without an index show that it is lost.
+#[test]
+fn a_rank_whose_index_is_lost_leaves_no_whole_checkpoint() {
+    for (lost, said) in [("__1.metadata", "rank 1"), ("__0.metadata", "rank 0")] {
+        let run = tempfile::tempdir().unwrap();
+        let make = |step: &str| copy("no_collectives_2r", &run.path().join(step));
+        ["step10", "step20"].into_iter().for_each(make);
+        fs::remove_file(run.path().join("step20").join(lost)).unwrap();
+        let said = format!("the metadata of {said} is missing");
+        let listed = entry(&run, "step20");
+        assert_eq!(listed["complete"], false, "{listed:#}");
+        assert_eq!(listed["problem"], *said, "{listed:#}");
+        let uri = path(&run, "step20");
+        let opened = dcp(["inspect", &uri]);
+        assert!(opened.stderr.contains(&said), "{}", opened.stderr);
+        opened.not_whole(&[&said]);
+        let verified = dcp(["verify", &uri]);
+        assert!(verified.code == 1 && verified.stdout.contains(&said), "{}", verified.stdout);
+        assert_eq!(pruned(&run, &["--keep-last", "1"]).0, [""; 0]);
+        assert_eq!(pruned(&run, &INCOMPLETE).0, ["step20"]);
+    }
 }

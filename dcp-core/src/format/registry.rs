@@ -93,7 +93,7 @@ impl FormatRegistry {
 
     /// The format that a folder in the listing of a run belongs to: of the last registered format
     /// that finds a checkpoint, or the remains of one, in the folder itself; else of one that finds
-    /// it in a folder below; else of one whose files lie there. The remains of a save, and files that lack others, do
+    /// it in a folder below; else of one whose files lie there. The remains of a save, and files without an index, do
     /// not hide the index of a format that this one does not build on.
     #[must_use]
     pub fn classify(&self, folder: &Folder<'_>) -> Option<FolderMatch> {
@@ -106,8 +106,7 @@ impl FormatRegistry {
         };
         found.retain(|one| rank(one).is_some());
         let first = found.iter().min_by_key(|one| rank(one))?;
-        let FolderMatch { found: Recognized { evidence, problem, .. }, .. } = first;
-        if *evidence == Evidence::Remains || *evidence == Evidence::Files && problem.is_some() {
+        if matches!(first.found.evidence, Evidence::Remains | Evidence::Files) {
             let is_other = |one: &&FolderMatch| {
                 one.found.evidence == Evidence::Index && !first.has_part(&*one.format)
             };

@@ -10,6 +10,7 @@ use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, Storage, S
 use futures_util::stream;
 use futures_util::{Stream, StreamExt as _, TryStreamExt as _};
 
+use super::files::DcpFiles;
 use super::format::DcpFormat;
 use super::index::{decode, parallelism};
 use super::merge::{Copies, Merged, Merger, Unlike};
@@ -61,10 +62,9 @@ pub(super) async fn load(
     tolerant: bool,
     rank: Option<u32>,
 ) -> Result<ByRank, CheckpointError> {
-    let mut files = list(storage).await?;
+    let (mut files, absent) = list(storage).await?;
     let mut warnings = Vec::new();
-    let absent = (0..).zip(&files).find(|(expected, (rank, _))| expected != rank);
-    if let Some((absent, _)) = absent {
+    if let Some(absent) = absent {
         warnings
             .push(format!("the metadata of rank {absent} is missing: what only it had is lost"));
     }
@@ -108,9 +108,11 @@ pub(super) async fn load(
     Ok(ByRank { metadata: merged.metadata, differing, warnings, stale })
 }
 
-/// The ranks' metadata files, ascending by rank.
-async fn list(storage: &Arc<dyn Storage>) -> Result<Vec<(u32, Key)>, CheckpointError> {
-    let mut ranks = Vec::new();
+/// The ranks' metadata files, ascending by rank, and the first rank that has none.
+async fn list(
+    storage: &Arc<dyn Storage>,
+) -> Result<(Vec<(u32, Key)>, Option<u32>), CheckpointError> {
+    let (mut ranks, mut found) = (Vec::new(), DcpFiles::default());
     let mut objects = storage.list_files(None);
     while let Some(meta) = objects.next().await {
         let meta = match meta {
@@ -120,6 +122,7 @@ async fn list(storage: &Arc<dyn Storage>) -> Result<Vec<(u32, Key)>, CheckpointE
             }
             meta => meta?,
         };
+        found.add(meta.key.as_str());
         if let Some(Named::RankMetadata { rank }) = Named::parse(meta.key.as_str()) {
             ranks.push((rank, meta.key));
         }
@@ -132,7 +135,7 @@ async fn list(storage: &Arc<dyn Storage>) -> Result<Vec<(u32, Key)>, CheckpointE
         return Err(CheckpointError::NotACheckpoint { message });
     }
     ranks.sort_unstable();
-    Ok(ranks)
+    Ok((ranks, found.rank_without_index()))
 }
 
 /// The entries that differ between ranks.
@@ -215,10 +218,13 @@ async fn stale(
         count += 1;
         if count < files.len() && merger.is_whole() {
             let left: Vec<_> = files.iter().skip(count).map(|(_, key)| key.to_string()).collect();
-            let are = if left.len() == 1 { "is" } else { "are" };
+            let (are, them, ranks) = match left.len() {
+                1 => ("is", "it", "this rank"),
+                _ => ("are", "them", "these ranks"),
+            };
             return Ok(Some(format!(
                 "{} {are} left from an earlier save of more ranks: the ranks before have all of \
-                 every tensor; remove what is left to read the checkpoint",
+                 every tensor; remove {them}, and the data files of {ranks}, to read the checkpoint",
                 named(&left)
             )));
         }

@@ -12,13 +12,13 @@ use dcp_core::format::{
 };
 use dcp_core::metadata::Entry;
 use dcp_core::storage::{ObjectMeta, StorageExt as _};
-use dcp_core::text::counted;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Key, Storage, StorageError, StorageErrorKind,
     StorageReader as _, StorageWriter,
 };
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 
+use super::files::{DcpFiles, RANKS_MAX};
 use super::names::{METADATA, Named};
 use super::reader::DcpReader;
 use super::safetensors_files::{has_images, locate};
@@ -27,8 +27,6 @@ use crate::incomplete_files::{LFS_PROBLEM, is_lfs_pointer, unwritten};
 use crate::metadata::decode;
 use crate::missing_files::{EXAMINED_INDEX_MAX, MissingFiles};
 
-/// Ranks whose files are counted.
-const RANKS_MAX: usize = 1 << 16;
 /// Folders below, with a checkpoint in them, that are looked at.
 const NESTED_MAX: usize = 64;
 /// Levels below the folder that are looked at for checkpoints.
@@ -49,86 +47,6 @@ const NO_DATA: &str = "there are no data files";
 /// Checkpoints of PyTorch's DCP: a folder with a `.metadata`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DcpFormat;
-
-/// Which of the files of a DCP checkpoint a folder has.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct DcpFiles {
-    /// A `.metadata`.
-    pub metadata: bool,
-    /// A `.metadata.tmp`, which PyTorch renames in its last step.
-    pub metadata_tmp: bool,
-    /// A data file, `__0_0.distcp`.
-    pub data: bool,
-    /// Ranks with a `__{rank}.metadata`, as saves without collectives leave.
-    pub ranks: BTreeSet<u32>,
-}
-
-impl DcpFiles {
-    /// The files in `folder`, but not those in folders below it.
-    #[must_use]
-    pub fn of(folder: &Folder<'_>) -> Self {
-        let mut found = Self::default();
-        for (name, _) in folder.files() {
-            match Named::parse(name) {
-                Some(Named::Metadata) => found.metadata = true,
-                Some(Named::MetadataTmp) => found.metadata_tmp = true,
-                Some(Named::Data { .. }) => found.data = true,
-                Some(Named::RankMetadata { rank }) if found.ranks.len() < RANKS_MAX => {
-                    found.ranks.insert(rank);
-                }
-                _ => {}
-            }
-        }
-        found
-    }
-
-    /// Whether there is any of them.
-    #[must_use]
-    pub fn is_any(&self) -> bool {
-        self.is_committed() || self.metadata_tmp || self.data
-    }
-
-    /// Whether there is an index, so that the save was committed.
-    #[must_use]
-    pub fn is_committed(&self) -> bool {
-        self.metadata || !self.ranks.is_empty()
-    }
-
-    /// Returns the reason that the checkpoint is incomplete, by its names.
-    #[must_use]
-    pub fn problem(&self) -> Option<String> {
-        if self.metadata {
-            return None;
-        }
-        if !self.ranks.is_empty() {
-            let absent = (0..).zip(&self.ranks).find(|(expected, rank)| expected != *rank);
-            return absent.map(|(rank, _)| format!("the metadata of rank {rank} is missing"));
-        }
-        Some(if self.metadata_tmp {
-            "there is a .metadata.tmp but no .metadata: the save died in its last step".to_owned()
-        } else {
-            "there is no .metadata: the save did not finish".to_owned()
-        })
-    }
-
-    fn description(&self) -> String {
-        if self.metadata {
-            return "is a PyTorch DCP checkpoint".to_owned();
-        }
-        if !self.ranks.is_empty() {
-            let ranks = counted(self.ranks.len() as u64, "rank");
-            return format!("is a PyTorch DCP checkpoint of {ranks} saved without collectives");
-        }
-        if self.metadata_tmp {
-            return "has a .metadata.tmp but no .metadata: a save died before its last step; the \
-                    file may be complete, and renaming it to .metadata then completes the checkpoint"
-                .to_owned();
-        }
-        "has data files of a PyTorch DCP checkpoint but no .metadata: the save did not finish"
-            .to_owned()
-    }
-}
 
 /// Whether a folder of this name has a part of the step around it, and is no step of its own.
 #[must_use]
@@ -331,19 +249,40 @@ impl CheckpointTarget for DcpFormat {
 /// Compares the index of one checkpoint with its files, or the indexes of ranks that saved without
 /// collectives, each of which names the files of its rank.
 async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
-    let sound = Examined::default().with_all_compared(true);
     if place.has_known_files() {
-        return Ok(sound);
+        return Ok(Examined::default().with_all_compared(true));
     }
     let folder = place.listing().root();
-    let indexes: Vec<_> = match folder.file(METADATA) {
-        Some(index) => vec![(METADATA, index)],
-        None => {
-            let is_ranks =
-                |name: &str| matches!(Named::parse(name), Some(Named::RankMetadata { .. }));
-            folder.files().filter(|(name, _)| is_ranks(name)).take(RANKS_MAX).collect()
-        }
+    let is_ranks = |name: &str| matches!(Named::parse(name), Some(Named::RankMetadata { .. }));
+    let of_ranks = || folder.files().filter(|(name, _)| is_ranks(name)).take(RANKS_MAX).collect();
+    let Some(index) = folder.file(METADATA) else {
+        return examine_indexes(place, of_ranks()).await;
     };
+    let found = examine_indexes(place, vec![(METADATA, index)]).await?;
+    let ranks = DcpFiles { metadata: false, ..DcpFiles::of(&folder) };
+    let Some(problem) = &found.problem else { return Ok(found) };
+    if ranks.ranks.is_empty() || ranks.problem().is_some() {
+        return Ok(found);
+    }
+    // Readers take the one index. It may be of another save (trap T23), and these are whole.
+    let others = examine_indexes(place, of_ranks()).await?;
+    if others.problem.is_some() || others.unsupported.is_some() {
+        return Ok(found);
+    }
+    let problem = format!(
+        "{problem}; the ranks have indexes of their own, and all that these name: move the {METADATA} away \
+         to read them"
+    );
+    Ok(Examined::new(Some(problem)).with_opens(true))
+}
+
+/// Compares each of these indexes with its files.
+async fn examine_indexes(
+    place: &Place,
+    indexes: Vec<(&str, &ObjectMeta)>,
+) -> Result<Examined, StorageError> {
+    let sound = Examined::default().with_all_compared(true);
+    let is_one = indexes.iter().any(|(name, _)| *name == METADATA);
     let examined: Vec<_> =
         indexes.into_iter().map(|(name, index)| examine_index(place, name, index)).collect();
     let parallelism = usize::from(place.storage().capabilities().parallelism.max(1));
@@ -356,7 +295,7 @@ async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
         index = found.index;
     }
     // The index of one rank has a part of the tensors.
-    Ok(sound.with_index(index.filter(|_| folder.has(METADATA))))
+    Ok(sound.with_index(index.filter(|_| is_one)))
 }
 
 async fn examine_index(

@@ -21,6 +21,7 @@ pub(crate) enum Named {
     RankMetadataTmp,
     /// `__{rank}_{n}.distcp`, or `__{rank}_{n}.g{generation}.distcp`.
     Data {
+        rank: u32,
         generation: u64,
     },
     /// `.dcp-{crc32}.cbor`.
@@ -51,7 +52,8 @@ impl Named {
             Some((n, generation)) => (n, number(generation).filter(|g| *g > 0)?),
             None => (rest, 0),
         };
-        number::<u32>(rank).zip(number::<u64>(n)).map(|_| Self::Data { generation })
+        let (rank, _) = number::<u32>(rank).zip(number::<u64>(n))?;
+        Some(Self::Data { rank, generation })
     }
 }
 
@@ -71,6 +73,14 @@ pub fn data_file(rank: usize, n: usize, generation: u64) -> Result<Key, InvalidK
     match generation {
         0 => Key::new(format!("__{rank}_{n}.distcp")),
         _ => Key::new(format!("__{rank}_{n}.g{generation}.distcp")),
+    }
+}
+
+/// The generation of a data file; `None` for another file.
+pub(crate) fn generation_of(file: &Key) -> Option<u64> {
+    match Named::parse(file.as_str())? {
+        Named::Data { generation, .. } => Some(generation),
+        _ => None,
     }
 }
 
@@ -99,8 +109,8 @@ mod tests {
     #[test]
     fn own_names_come_back() {
         let data = |rank, n, generation| parse(data_file(rank, n, generation).unwrap().as_str());
-        assert_eq!(data(0, 0, 0), Some(Named::Data { generation: 0 }));
-        assert_eq!(data(12, 345, 6), Some(Named::Data { generation: 6 }));
+        assert_eq!(data(0, 0, 0), Some(Named::Data { rank: 0, generation: 0 }));
+        assert_eq!(data(12, 345, 6), Some(Named::Data { rank: 12, generation: 6 }));
         assert_eq!(parse(sidecar(0xab).unwrap().as_str()), Some(Named::Sidecar));
         assert_eq!(parse("__7.metadata"), Some(Named::RankMetadata { rank: 7 }));
         assert_eq!(parse("__7.metadata.tmp"), Some(Named::RankMetadataTmp));

@@ -21,7 +21,7 @@ use futures_util::future::join;
 
 use super::commit;
 use super::compression::Compression;
-use super::names::{self, METADATA, Named};
+use super::names::{self, METADATA, Named, generation_of};
 use super::place;
 use super::sidecar::Origin;
 use super::split::FileLayout;
@@ -269,8 +269,7 @@ impl StorageWriter for DcpWriter {
         let mut stale = Vec::new();
         for meta in files? {
             let Some(named) = Named::parse(meta.key.as_str()) else { continue };
-            let generation = if let Named::Data { generation } = named { generation } else { 0 };
-            highest = highest.max(Some(generation));
+            highest = highest.max(Some(generation_of(&meta.key).unwrap_or(0)));
             match named {
                 Named::Metadata => {}
                 Named::RankMetadata { .. } => {
@@ -335,8 +334,8 @@ impl StorageWriter for DcpWriter {
         let jobs =
             FileJob::for_plan(local, plan, self.options.checksums, self.options.compression)?;
         // Files of earlier saves are settled: committed or removed.
-        let own = plan.files.first().and_then(|file| Named::parse(file.as_str()));
-        self.created().retain(|key| Named::parse(key.as_str()) == own);
+        let own = plan.files.first().and_then(generation_of);
+        self.created().retain(|key| generation_of(key) == own);
         let mut parallelism = usize::from(self.storage.capabilities().parallelism);
         // Parts of lent memory cost nothing, others do.
         let is_compressed = self.options.compression != Compression::None;

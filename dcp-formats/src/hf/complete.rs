@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use dcp_core::storage::StorageExt as _;
 use dcp_core::text::counted;
-use dcp_core::{CheckpointError, Key, Storage, StorageError};
+use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
 
 use super::ENDING;
 use super::finding::{Finding, FindingKind};
@@ -184,7 +184,12 @@ pub(super) async fn replacement(
 ) -> Result<Option<Finding>, CheckpointError> {
     let key = |name: &str| Key::new(format!("{folder}{name}")).map_err(StorageError::from);
     let (config, aside) = (key(CONFIG_NAME)?, key(CONFIG_ASIDE)?);
-    if !storage.contains(&aside).await? || storage.contains(&config).await? {
+    let is_aside = match storage.contains(&aside).await {
+        // A writer sets aside a file. A link that is not followed is the user's.
+        Err(error) if error.kind() == StorageErrorKind::Link => false,
+        is_aside => is_aside?,
+    };
+    if !is_aside || storage.contains(&config).await? {
         return Ok(None);
     }
     let message = format!(

@@ -48,8 +48,8 @@ pub struct ArchiveEntry {
     pub(super) limit: u64,
 }
 
-/// Checks a whole archive: its directory, the header of every record, and every record against its
-/// CRC-32, referenced or not.
+/// Checks every byte of an archive: its directory, the header of every record with its padding, what is between
+/// records and after the last, and every record against its CRC-32, referenced or not.
 ///
 /// # Errors
 ///
@@ -57,8 +57,15 @@ pub struct ArchiveEntry {
 pub fn check_archive(archive: &[u8]) -> Result<(), FormatError> {
     let blob = Sparse::whole(archive);
     let index = ArchiveIndex::parse(&blob)?.ready()?;
+    index.check_ends(&blob)?.ready()?;
+    let trailing = ArchiveIndex::trailing(&blob)?.ready()?;
+    if trailing > 0 {
+        let problem = format!("{trailing} bytes follow its end");
+        return Err(FormatError::new("torch archive", problem).at(blob.byte_len() - trailing));
+    }
     for entry in index.entries() {
         let record = entry.locate(&blob)?.ready()?;
+        entry.check_around(&record, &blob)?.ready()?;
         let kept = blob.get(record.data.clone()).unwrap_or_default();
         let checked = match record.method {
             Method::Stored => record.check_crc32(crc32fast::hash(kept)),

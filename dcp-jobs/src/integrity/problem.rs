@@ -51,6 +51,17 @@ pub enum ProblemKind {
     Corrupt,
     /// Python would run commands or code when it loads the checkpoint.
     Callable,
+    /// A file in the folder of the checkpoint is damaged that its format neither names nor owns.
+    StrayFile,
+}
+
+impl ProblemKind {
+    /// Whether a problem of this kind is one with what the format of the checkpoint reads. What Python would run, and
+    /// files of others, leave every byte of the checkpoint as it was saved.
+    #[must_use]
+    pub fn is_damage(self) -> bool {
+        !matches!(self, Self::Callable | Self::StrayFile)
+    }
 }
 
 impl Problem {

@@ -32,6 +32,13 @@ pub struct VerifyReport {
 }
 
 impl VerifyReport {
+    /// The first problem of what the format of the checkpoint reads; `None` where that is whole, whatever other files
+    /// in its folder are.
+    #[must_use]
+    pub fn damage(&self) -> Option<&Problem> {
+        self.problems.iter().find(|problem| problem.kind.is_damage())
+    }
+
     /// Adds what a part of a deep check found.
     pub(crate) fn add(&mut self, checked: Checked) {
         self.bytes_checked = self.bytes_checked.saturating_add(checked.bytes);

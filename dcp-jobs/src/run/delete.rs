@@ -13,6 +13,7 @@ use futures_util::{StreamExt as _, TryStreamExt as _};
 use crate::place::held_target::{CLAIMED, has_locks};
 use crate::run::index_files::{classify, removal_order, split_indices};
 
+use super::model_left::model_left;
 use super::protect::{examine_files, worth_keeping};
 use super::retention::duration_text;
 use super::sidecar::{DELETING, Mark, PIN, mark_deleting};
@@ -279,9 +280,14 @@ impl Deletion<'_> {
                 let age = folder.modified().and_then(|last| now.duration_since(last).ok());
                 let is_old = age.is_some_and(|age| age >= min_age);
                 let min = duration_text(min_age);
-                match is_old {
-                    true => worth_keeping(self.storage, self.formats, name, files).await?,
-                    false => Some(format!("a file of it is younger than {min}")),
+                if !is_old {
+                    return Ok(Some(format!("a file of it is younger than {min}")));
+                }
+                match worth_keeping(self.storage, self.formats, name, files).await? {
+                    None if !self.is_unfinished(name, files).await? => {
+                        model_left(self.storage, self.formats, name, files).await?
+                    }
+                    reason => reason,
                 }
             }
         })

@@ -120,7 +120,8 @@ fn scan(root: &Path) -> Result<Links, StorageError> {
                 found.run.push((name, text));
             }
             Ok(kind) if kind.is_dir() && StepNaming::step_of(&name).is_some() => {
-                scan_step(&mut found, &real, name, &mut left)?;
+                let folder = (name, real.join(entry.file_name()));
+                scan_step(&mut found, &real, folder, &mut left)?;
             }
             Ok(kind) if kind.is_dir() => {
                 if is_pointer(&name)
@@ -129,7 +130,8 @@ fn scan(root: &Path) -> Result<Links, StorageError> {
                     let special = Special::new(&name, LIGHTNING_STATE, Ok(meta.file_type()));
                     found.special.extend(special);
                 }
-                scan_other(&mut found, &real, name, &mut left)?;
+                let folder = (name, real.join(entry.file_name()));
+                scan_other(&mut found, &real, folder, &mut left)?;
             }
             Ok(kind) if !kind.is_file() && is_last(&name) => {
                 found.special.push(Special { path: name, what: "is no file" });
@@ -140,22 +142,23 @@ fn scan(root: &Path) -> Result<Links, StorageError> {
     Ok(found)
 }
 
-/// Looks for links in a folder that is no step, and below it.
+/// Looks for links in a folder that is no step, and below it. The name of the folder may be an approximation of its path:
+/// not every name is text.
 fn scan_other(
     found: &mut Links,
     root: &Path,
-    name: String,
+    folder: (String, PathBuf),
     left: &mut usize,
 ) -> Result<(), StorageError> {
-    let mut folders = vec![name];
-    while let Some(path) = folders.pop() {
-        for entry in entries(&root.join(&path), left)? {
-            let path = format!("{path}/{}", entry.file_name().to_string_lossy());
+    let mut folders = vec![folder];
+    while let Some((name, path)) = folders.pop() {
+        for entry in entries(&path, left)? {
+            let name = format!("{name}/{}", entry.file_name().to_string_lossy());
             match entry.file_type() {
-                Ok(kind) if kind.is_dir() => folders.push(path),
+                Ok(kind) if kind.is_dir() => folders.push((name, entry.path())),
                 Ok(kind) if kind.is_symlink() => {
                     for step in leads_to(root, &entry) {
-                        found.leading.entry(step).or_insert_with(|| path.clone());
+                        found.leading.entry(step).or_insert_with(|| name.clone());
                     }
                 }
                 _ => {}
@@ -165,31 +168,31 @@ fn scan_other(
     Ok(())
 }
 
+/// Looks at the folder of a step, and below it.
 fn scan_step(
     found: &mut Links,
     root: &Path,
-    name: String,
+    (step, own_folder): (String, PathBuf),
     left: &mut usize,
 ) -> Result<(), StorageError> {
-    let own_folder = root.join(&name);
-    let (mut folders, mut changed, mut is_empty) = (vec![name.clone()], None, true);
-    while let Some(path) = folders.pop() {
-        let folder = root.join(&path);
+    let (mut changed, mut is_empty) = (None, true);
+    let mut folders = vec![(step.clone(), own_folder.clone())];
+    while let Some((name, folder)) = folders.pop() {
         changed = changed.max(modified(&folder));
         for entry in entries(&folder, left)? {
             let own = entry.file_name().to_string_lossy().into_owned();
-            found.special.extend(Special::new(&path, &own, entry.file_type()));
+            found.special.extend(Special::new(&name, &own, entry.file_type()));
             match entry.file_type() {
-                Ok(kind) if kind.is_dir() => folders.push(format!("{path}/{own}")),
+                Ok(kind) if kind.is_dir() => folders.push((format!("{name}/{own}"), entry.path())),
                 Ok(kind) if kind.is_symlink() => {
                     is_empty = false;
-                    let steps = leads_to(root, &entry).into_iter().filter(|step| *step != name);
-                    found.steps.entry(name.clone()).or_default().extend(steps);
+                    let steps = leads_to(root, &entry).into_iter().filter(|to| *to != step);
+                    found.steps.entry(step.clone()).or_default().extend(steps);
                     let is_inside =
                         entry.path().canonicalize().is_ok_and(|to| to.starts_with(&own_folder));
                     if !is_inside {
-                        let link = format!("{path}/{own}");
-                        found.outward.entry(name.clone()).or_insert(link);
+                        let link = format!("{name}/{own}");
+                        found.outward.entry(step.clone()).or_insert(link);
                     }
                 }
                 Ok(kind) if kind.is_file() && own.starts_with(LOCK) => {
@@ -200,7 +203,7 @@ fn scan_step(
         }
     }
     if is_empty {
-        found.empty.insert(name, changed);
+        found.empty.insert(step, changed);
     }
     Ok(())
 }

@@ -10,6 +10,7 @@ pub(crate) mod index_files;
 mod lightning;
 mod links;
 mod look;
+mod model_left;
 mod notes;
 mod order;
 mod protect;
@@ -31,7 +32,7 @@ use dcp_core::{Key, Storage, StorageError};
 use serde::Serialize;
 
 use crate::checkpoint::open::cannot_open;
-use crate::checkpoint::opener::Opener;
+use crate::checkpoint::opener::{Need, Opener};
 use crate::checkpoint::uri::below;
 use crate::error::{Error, ErrorKind};
 use crate::listing::RunListing;
@@ -223,7 +224,8 @@ impl Run {
     }
 
     /// The checkpoint of the highest step that [verifies](crate::Checkpoint::verify), with the newer
-    /// ones that do not. With `deep` every byte is read and compared with its checksum.
+    /// ones that do not. With `deep` every byte is read and compared with its checksum. Files that its format
+    /// neither names nor owns, and what Python would run when it loads an object, do not count against one.
     ///
     /// # Errors
     ///
@@ -286,16 +288,13 @@ impl Run {
     /// Finds the problem of the checkpoint in a folder.
     async fn problem_of(&self, name: &str, deep: bool) -> Result<Option<String>, Error> {
         let verified = async {
-            let checkpoint = self.opener.open(&below(&self.url, name)).await?;
+            // Ranks may differ: each of them reads its own.
+            let opener = self.opener.unheard().need(Need::Readable);
+            let checkpoint = opener.open(&below(&self.url, name)).await?;
             checkpoint.verify().deep(deep).run().await
         };
         match verified.await {
-            Ok(report) if report.ok => Ok(None),
-            Ok(report) => {
-                let first = report.problems.first();
-                let text = first.map_or("it does not verify", |problem| &problem.message);
-                Ok(Some(text.to_owned()))
-            }
+            Ok(report) => Ok(report.damage().map(|problem| problem.message.clone())),
             Err(error) if error.is_retryable() => Err(error),
             Err(error) => Ok(Some(dcp_core::error::error_chain(&error))),
         }

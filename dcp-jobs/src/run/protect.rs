@@ -10,7 +10,7 @@ use dcp_core::format::{
 };
 use dcp_core::storage::ObjectMeta;
 use dcp_core::text::Quoted;
-use dcp_core::{Key, Storage, StorageError};
+use dcp_core::{CheckpointMetadata, Key, Storage, StorageError};
 use dcp_formats::find_incomplete_files_where;
 use dcp_formats::hf::{Weights, model_is_whole};
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -19,6 +19,7 @@ use crate::error::{Error, ErrorKind, Reasons};
 use crate::listing::examine_match;
 
 use super::look::{Look, Seen};
+use super::model_left::model_opens;
 use super::notes::Note;
 use super::order::{StepOrder, describe, disagreement};
 use super::prune::PrunePlan;
@@ -138,10 +139,9 @@ pub(super) async fn worth_keeping(
         return Ok(Some("its model is whole".to_owned()));
     }
     if let Some(found) = formats.classify(&step.listing().root())
-        && let Some(inner) = inner_is_whole(formats, &found, &step).await?
+        && let Some(reason) = whole_inside(formats, &found, &step).await?
     {
-        let problem = found.found.problem.unwrap_or_default();
-        return Ok(Some(format!("its {} is whole: {problem}", Quoted(&inner))));
+        return Ok(Some(reason));
     }
     let root = place.listing().root();
     let is_part =
@@ -167,9 +167,10 @@ pub(super) async fn worth_keeping(
     Ok(None)
 }
 
-/// The folder in a committed step whose checkpoint is whole, such as the model and optimizer of OLMo-core in a step that
-/// lost a file of its trainer. Without its last file the save of the step did not finish.
-async fn inner_is_whole(
+/// Returns what a committed step has in the folder of its checkpoint: all of it, such as the model and optimizer of
+/// OLMo-core in a step that lost a file of its trainer, or its model. Without its last file the save of the step did not
+/// finish.
+async fn whole_inside(
     formats: &FormatRegistry,
     found: &FolderMatch,
     step: &Place,
@@ -182,11 +183,15 @@ async fn inner_is_whole(
     let place = step.below(inner)?;
     let Some(stored) = formats.classify(&place.listing().root()) else { return Ok(None) };
     let examined = examine_match(formats, &stored, &place).await?;
+    let root = step.listing().root();
     let Some(index) = examined.index.as_deref().filter(|_| examined.problem.is_none()) else {
-        return Ok(None);
+        let is_finished = formats.unfinished(&root, &CheckpointMetadata::new()).is_none();
+        let opens = is_finished && model_opens(formats, &place).await?;
+        return Ok(opens.then(|| format!("the model of its {} still opens", Quoted(inner))));
     };
-    let unfinished = formats.unfinished(&step.listing().root(), index);
-    Ok(unfinished.is_none().then(|| inner.clone()))
+    let problem = found.found.problem.as_deref().unwrap_or_default();
+    let unfinished = formats.unfinished(&root, index);
+    Ok(unfinished.is_none().then(|| format!("its {} is whole: {problem}", Quoted(inner))))
 }
 
 /// Whether the safetensors files of a folder are a model that needs no index: no number of a series is missing, and

@@ -28,7 +28,8 @@ impl Run {
             run: self.clone(),
             policy: None,
             incomplete: None,
-            verify: None,
+            verify: true,
+            deep: false,
             by: None,
             now: None,
         }
@@ -39,6 +40,8 @@ impl Run {
 ///
 /// The newest complete checkpoint, pinned ones, those that a file or link of the run names and those that
 /// a kept one needs stay, whatever the policy; so do files, and folders that are not named after a step.
+/// So does the newest one that [verifies](crate::Checkpoint::verify): what counts as complete by its names, lengths
+/// and headers may be damaged where only a reader notices it.
 /// Where the newest note of a trainer about its best checkpoint cannot be read, all complete ones stay.
 /// Before anything is deleted, every complete checkpoint is looked at by itself, and counts as incomplete
 /// where its format finds a problem. A deletion removes the files
@@ -50,7 +53,8 @@ pub struct Prune {
     run: Run,
     policy: Option<Arc<dyn Retention>>,
     incomplete: Option<Duration>,
-    verify: Option<bool>,
+    verify: bool,
+    deep: bool,
     by: Option<StepOrder>,
     now: Option<SystemTime>,
 }
@@ -61,7 +65,7 @@ pub struct Prune {
 pub struct PrunePlan {
     /// Every checkpoint of the run, in ascending order of steps, with its decision.
     pub steps: Vec<Planned>,
-    /// The checkpoints that are newer than the newest valid one, where that was requested.
+    /// The checkpoints that are newer than the newest valid one, where that was looked for.
     pub skipped: Vec<SkippedStep>,
     /// Temporary files and open uploads of dead writers, which are removed.
     pub leftovers: Vec<LeftBehind>,
@@ -196,10 +200,20 @@ impl Prune {
         self
     }
 
-    /// Deletes only when a checkpoint of the run [verifies](crate::Checkpoint::verify), and keeps
-    /// the newest one that does; with `deep`, by every byte.
-    pub fn verify(mut self, deep: bool) -> Self {
-        self.verify = Some(deep);
+    /// Whether a complete checkpoint is deleted only when one of the run [verifies](crate::Checkpoint::verify), of
+    /// which the newest stays; by default that is so.
+    ///
+    /// Checkpoints are verified from the newest to the first that is whole, so that in a sound run the index and the
+    /// small objects of one are read. Damaged files that its format neither names nor owns do not count against a
+    /// checkpoint. Where nothing complete would be deleted, nothing is verified.
+    pub fn verify(mut self, verify: bool) -> Self {
+        self.verify = verify;
+        self
+    }
+
+    /// Whether every byte of these checkpoints is read and compared with its checksum.
+    pub fn deep(mut self, deep: bool) -> Self {
+        self.deep = deep;
         self
     }
 
@@ -234,16 +248,15 @@ impl Prune {
         if let Some(min_age) = self.incomplete {
             plan.leftovers = leftovers(&*storage, min_age, LeftoverAction::List).await?;
         }
-        let deep = match self.verify {
-            Some(deep) if plan.deleted().any(RunStep::is_complete) => deep,
-            _ => return Ok(plan),
-        };
+        if !(self.verify || self.deep) || !plan.deleted().any(RunStep::is_complete) {
+            return Ok(plan);
+        }
         let mut steps: Vec<_> = plan.steps.iter().map(|one| one.step.clone()).collect();
         self.order().sort(&mut steps);
-        let valid = self.run.valid_of(steps, deep).await?;
+        let valid = self.run.valid_of(steps, self.deep).await?;
         let Some(newest) = valid.step else { return Err(nothing_valid(&valid.skipped)) };
-        let newest = plan.steps.iter_mut().find(|one| one.step.name == newest.name);
-        if let Some(one) = newest {
+        let mut deleted = plan.steps.iter_mut().filter(|one| one.decision.delete);
+        if let Some(one) = deleted.find(|one| one.step.name == newest.name) {
             one.decision = Decision::keep("the newest valid one");
         }
         keep_needed(&look, &mut plan);

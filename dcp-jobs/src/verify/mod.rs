@@ -4,6 +4,7 @@ mod verify_source;
 
 use std::collections::BTreeSet;
 
+use dcp_core::Key;
 use dcp_core::format::Evidence;
 use dcp_formats::find_incomplete_files;
 use dcp_formats::incomplete_files::{IncompleteFile, LFS_PROBLEM};
@@ -67,6 +68,19 @@ impl Checkpoint {
     }
 }
 
+/// The incomplete files that the format of the checkpoint neither names nor owns, where everything else is
+/// whole.
+async fn strays(checkpoint: &Checkpoint, incomplete: &[IncompleteFile]) -> Result<Vec<Key>, Error> {
+    if incomplete.is_empty() {
+        return Ok(Vec::new());
+    }
+    match checkpoint.examined().await {
+        Ok(examined) => Ok(examined.strays),
+        Err(error) if error.is_retryable() => Err(error),
+        Err(_) => Ok(Vec::new()),
+    }
+}
+
 /// Adds the report of another part of the checkpoint.
 fn add_part(report: &mut VerifyReport, part: &str, other: VerifyReport) {
     report.ok &= other.ok;
@@ -112,12 +126,14 @@ impl Verification<'_> {
             report.ok = false;
         };
         if checkpoint.is_folder && self.job.is_coordinator() {
-            for IncompleteFile { file, problem, .. } in
-                find_incomplete_files(&checkpoint.step).await?
-            {
+            let incomplete = find_incomplete_files(&checkpoint.step).await?;
+            let strays = strays(checkpoint, &incomplete).await?;
+            for IncompleteFile { file, problem, .. } in incomplete {
+                let is_stray = strays.contains(&file);
+                let kind = if is_stray { ProblemKind::StrayFile } else { ProblemKind::ShortFile };
                 // What the format itself has found says more.
                 if !found.contains(file.as_str()) {
-                    add(ProblemKind::ShortFile, file.as_str(), format!("the file {problem}"));
+                    add(kind, file.as_str(), format!("the file {problem}"));
                 }
             }
         }
@@ -144,10 +160,11 @@ impl Verification<'_> {
             let verification = opened.verify().deep(self.deep).job(self.job.clone());
             add_part(&mut report, &part, Box::pin(verification.run()).await?);
         }
-        if report.ok
-            && self.job.is_coordinator()
-            && let Some(problem) = checkpoint.incomplete().await?
-        {
+        if report.damage().is_none() && self.job.is_coordinator() {
+            let examined = checkpoint.examined().await?;
+            // Damaged files of others are in the report.
+            let problem = examined.problem.filter(|_| examined.strays.is_empty());
+            let Some(problem) = problem else { return Ok(report) };
             let mut incomplete = Problem::default();
             (incomplete.kind, incomplete.message) = (ProblemKind::MissingFile, problem);
             report.problems.push(incomplete);

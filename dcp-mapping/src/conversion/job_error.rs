@@ -83,7 +83,15 @@ fn builtin(file: &str) -> Option<&str> {
 
 /// The error of a setting of `config.json` that tensors contradict.
 pub(super) fn contradiction(setting: &str, stated: &Value, problem: &str) -> Error {
-    let message = format!("config.json has {setting} {stated}, and {problem}");
+    other_model(format!("config.json has {setting} {stated}, and {problem}"))
+}
+
+/// Refuses a setting that is missing though the tensors show that there is one.
+pub(super) fn missing(setting: &str, problem: &str) -> Error {
+    other_model(format!("config.json has no {setting}, and {problem}"))
+}
+
+fn other_model(message: String) -> Error {
     Error::new(ErrorKind::InvalidOption, message).with_hint(
         "pass `Destination::config` with the folder of this model, or correct the setting in a copy",
     )

@@ -6,7 +6,7 @@ use dcp_jobs::cast::is_float;
 use serde_json::Value;
 
 use super::family_tensors::{refuse_homeless, refuse_missing};
-use super::job_error::contradiction;
+use super::job_error::{contradiction, missing};
 use crate::mapping::Mapping;
 
 /// For each axis of a tensor, the settings and numbers whose product it is.
@@ -60,6 +60,22 @@ const GPT2: &[(&str, Axes)] = &[
     ("layer.mlp.c_proj.weight", &[&["n_inner"], EMBEDDING]),
 ];
 
+/// Settings of a model that are whole numbers, besides those in the tables of axes.
+const NUMBERS: &[&str] = &[
+    "num_hidden_layers",
+    "n_layer",
+    "num_attention_heads",
+    "n_head",
+    "num_key_value_heads",
+    "head_dim",
+    "num_nextn_predict_layers",
+];
+/// Numbers that transformers works out from others where a configuration has none, or null.
+const DERIVED: &[&str] =
+    &["num_key_value_heads", "head_dim", "n_inner", "num_nextn_predict_layers"];
+/// Settings of a model that are true or false.
+const FLAGS: &[&str] = &["attention_bias", "mlp_bias", "tie_word_embeddings"];
+
 /// Settings of GPT-2, and the names that transformers reads as the same.
 const GPT2_NAMES: &[(&str, &str)] = &[
     ("n_embd", "hidden_size"),
@@ -77,14 +93,50 @@ const BIASES: &[(&str, &str, &str)] = &[
 struct Settings<'a> {
     family: &'a Mapping,
     config: &'a Value,
+    /// Whether the tensors are a whole model, and not some chosen ones, or one shard.
+    is_whole: bool,
 }
 
 impl Settings<'_> {
-    /// The value of a setting, or the one that transformers uses where `config.json` has none.
-    fn value(&self, setting: &str) -> Option<&Value> {
+    /// The value of a setting in `config.json`.
+    fn stated(&self, setting: &str) -> Option<&Value> {
         let other = GPT2_NAMES.iter().find(|(name, _)| *name == setting);
         let other = other.and_then(|(_, other)| self.config.get(*other));
-        let stated = self.config.get(setting).or(other);
+        self.config.get(setting).or(other)
+    }
+
+    /// Refuses values of another type than the setting has.
+    fn refuse_types(&self, tables: &[&[(&str, Axes)]]) -> Result<(), Error> {
+        let of_tables = tables.iter().copied().flatten().flat_map(|(_, axes)| axes.iter());
+        let of_tables = of_tables.copied().flatten().copied();
+        let is_literal = |setting: &str| setting.parse::<u64>().is_ok();
+        for setting in of_tables.chain(NUMBERS.iter().copied()).filter(|one| !is_literal(one)) {
+            let Some(stated) = self.stated(setting) else { continue };
+            let is_derived = stated.is_null() && DERIVED.contains(&setting);
+            if !is_derived && stated.as_u64().is_none() {
+                let problem = format!("a whole number is needed, not {}", kind(stated));
+                return Err(contradiction(setting, stated, &problem));
+            }
+        }
+        for setting in FLAGS {
+            let Some(stated) = self.stated(setting) else { continue };
+            if !stated.is_boolean() && !stated.is_null() {
+                let problem = format!("true or false is needed, not {}", kind(stated));
+                return Err(contradiction(setting, stated, &problem));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses that a size is missing, for which transformers then takes that of a usual model.
+    fn refuse_missing(&self, setting: &str, problem: &str) -> Result<(), Error> {
+        let is_missing = self.number(setting).is_none() && !DERIVED.contains(&setting);
+        if self.is_whole && is_missing { Err(missing(setting, problem)) } else { Ok(()) }
+    }
+
+    /// The value of a setting, or the one that transformers uses where `config.json` has none.
+    fn value(&self, setting: &str) -> Option<&Value> {
+        let stated = self.stated(setting);
         stated.or_else(|| self.family.config.absent.get(setting)).filter(|value| !value.is_null())
     }
 
@@ -122,12 +174,15 @@ impl Settings<'_> {
             return Ok(());
         }
         for (axis, (found, settings)) in shape.iter().zip(axes).enumerate() {
+            let found_here = format!("{fqn:?} has {found} on its axis {axis}");
+            for setting in *settings {
+                self.refuse_missing(setting, &found_here)?;
+            }
             let Some(stated) = self.product(settings).filter(|stated| stated != found) else {
                 continue;
             };
             let setting = settings.join(" * ");
-            let problem = format!("{fqn:?} has {found} on its axis {axis}");
-            return Err(contradiction(&setting, &stated.into(), &problem));
+            return Err(contradiction(&setting, &stated.into(), &found_here));
         }
         Ok(())
     }
@@ -141,18 +196,20 @@ pub(super) fn refuse_contradictions(
     metadata: &CheckpointMetadata,
 ) -> Result<(), Error> {
     refuse_no_heads(config)?;
-    // Packed weights have other shapes.
-    if config.get("quantization_config").is_some_and(|value| !value.is_null()) {
-        return Ok(());
-    }
-    let settings = Settings { family, config };
     let is_gpt2 = family.name() == "gpt2";
+    let is_whole = has_both_ends(metadata, is_gpt2);
+    let settings = Settings { family, config, is_whole };
     let has_plain_keys = !family.name().starts_with("deepseek");
     let tables: &[_] = match (is_gpt2, has_plain_keys) {
         (true, _) => &[GPT2],
         (_, true) => &[DECODER, ATTENTION],
         (_, false) => &[DECODER],
     };
+    settings.refuse_types(tables)?;
+    // Packed weights have other shapes.
+    if config.get("quantization_config").is_some_and(|value| !value.is_null()) {
+        return Ok(());
+    }
     let tensors = metadata.iter().filter_map(|(fqn, entry)| Some((fqn, entry.as_tensor()?)));
     let mut layers = Layers::default();
     for (fqn, tensor) in tensors.filter(|(_, tensor)| is_float(tensor.dtype)) {
@@ -166,11 +223,12 @@ pub(super) fn refuse_contradictions(
     if !is_gpt2 {
         refuse_biases(&settings, metadata)?;
     }
-    // Of chosen keys, or of one shard, nothing is missing.
-    if !has_both_ends(metadata, is_gpt2) {
+    // Of others, nothing is missing.
+    if !is_whole {
         return refuse_homeless(family, metadata);
     }
     let setting = if is_gpt2 { "n_layer" } else { "num_hidden_layers" };
+    settings.refuse_missing(setting, &format!("the tensors have {} layers", layers.found.len()))?;
     let stated = settings.number(setting);
     if let Some(stated) = stated {
         // The number that transformers takes for DeepSeek-V3 without the setting.
@@ -183,6 +241,18 @@ pub(super) fn refuse_contradictions(
     }
     refuse_missing(family, config, metadata, stated.unwrap_or(u64::MAX))?;
     refuse_homeless(family, metadata)
+}
+
+/// The kind of a JSON value, as the object of a sentence.
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "true or false",
+        Value::Number(_) => "a number with a sign or a fraction",
+        Value::String(_) => "text",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
 }
 
 /// Refuses attention without heads, by which no shape can be divided.

@@ -93,9 +93,12 @@ fn decode(bytes: &[u8]) -> Result<Vec<Fixed>, PlanError> {
 ///
 /// When the storage fails.
 pub async fn recovered(storage: &Arc<dyn Storage>) -> Result<Arc<dyn Storage>, StorageError> {
-    let Some(record) = read_small(&**storage, RECORD).await? else {
-        return Ok(Arc::clone(storage));
+    let record = match read_small(&**storage, RECORD).await {
+        // A record is written as a file. A link that is not followed is the user's.
+        Err(error) if error.kind() == StorageErrorKind::Link => None,
+        record => record?,
     };
+    let Some(record) = record else { return Ok(Arc::clone(storage)) };
     let all = match decode(&record) {
         Ok(all) => all,
         Err(error) => {

@@ -177,14 +177,15 @@ impl CheckpointManager {
     }
 
     /// Deletes, after each save, the checkpoints that this policy does not keep. See
-    /// [`Prune`](dcp_jobs::run::Prune) for what stays whatever the policy.
+    /// [`Prune`](dcp_jobs::run::Prune) for what stays whatever the policy. The checkpoint that was just saved is not
+    /// read again: see [`verify_before_deletion`](Self::verify_before_deletion).
     #[must_use]
     pub fn keep(self, policy: impl Retention + 'static) -> Self {
         Self { retention: Some(Arc::new(policy)), ..self }
     }
 
-    /// Deletes only when a checkpoint of the run verifies, and keeps the newest one that does; with
-    /// `deep`, by every byte.
+    /// Deletes only when a checkpoint of the run verifies, and keeps the newest one that does, by its index and the
+    /// lengths of its files, or with `deep` by every byte.
     #[must_use]
     pub fn verify_before_deletion(self, deep: bool) -> Self {
         Self { verify: Some(deep), ..self }
@@ -394,9 +395,9 @@ impl CheckpointManager {
             let Some(policy) = &self.retention else { return Ok(None) };
             let mut prune = run.prune().policy(AllOf::new().and(Arc::clone(policy)));
             prune = prune.now((self.clock)());
-            if let Some(deep) = self.verify {
-                prune = prune.verify(deep);
-            }
+            // The newest one is what this group has just committed, with files of the lengths in its plan: to read its
+            // index again at every save would find nothing new.
+            prune = prune.verify(self.verify.is_some()).deep(self.verify == Some(true));
             prune.run().await.map(Some)
         };
         match after.await {

@@ -70,13 +70,13 @@ async fn the_latest_is_complete_and_the_latest_valid_one_verifies() {
     assert!(valid.skipped[0].problem.contains(".metadata"), "{:?}", valid.skipped);
 
     let policy = || AnyOf::new().or(KeepLast(1));
-    let plan = run.prune().policy(policy()).verify(true).plan().await.unwrap();
+    let plan = run.prune().policy(policy()).deep(true).plan().await.unwrap();
     assert_eq!(numbers(plan.deleted()), [1]);
     assert_eq!(reason(&plan, 2), "the newest valid one");
     assert_eq!(reason(&plan, 3), "the newest complete one");
     assert_eq!(reason(&plan, 4), "not complete");
     assert_eq!(plan.skipped, valid.skipped);
-    let report = run.prune().policy(policy()).verify(true).run().await.unwrap();
+    let report = run.prune().policy(policy()).deep(true).run().await.unwrap();
     assert_eq!(report.deleted.len(), 1);
     assert_eq!(complete(&steps(&run).await), [2, 3]);
 }
@@ -93,7 +93,7 @@ async fn without_a_valid_checkpoint_nothing_is_deleted() {
         put(&*storage, &data, bytes);
     }
     let before = names(&*storage);
-    let error = run_in(&storage).prune().policy(KeepLast(1)).verify(true).run().await.unwrap_err();
+    let error = run_in(&storage).prune().policy(KeepLast(1)).deep(true).run().await.unwrap_err();
     assert_eq!((error.kind(), names(&*storage)), (ErrorKind::Damaged, before));
 }
 

@@ -90,6 +90,10 @@ fn what_an_earlier_save_of_more_ranks_left_is_named() {
     delete(&*storage, "__3.metadata");
     assert!(format_error(Arc::clone(&storage) as _).problem().contains("__2.metadata is left"));
     delete(&*storage, "__2.metadata");
+    // Data of a rank without an index is that of a rank whose index is lost.
+    let lost = load_with(&DcpReader::new(storage.clone())).unwrap().warnings;
+    assert_eq!(lost, ["the metadata of rank 2 is missing: what only it had is lost"]);
+    ["__2_0.distcp", "__3_0.distcp"].iter().for_each(|file| delete(&*storage, file));
     assert_eq!(load_with(&DcpReader::new(storage)).unwrap().warnings, [""; 0]);
 
     // Replicas alone do not show which of them are older.

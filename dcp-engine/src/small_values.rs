@@ -68,9 +68,10 @@ impl SmallValues {
         let shared = self.0.iter().filter(|(name, _)| own.binary_search(name).is_err());
         let (mut names, mut values) = (0_u64, 0_u64);
         for (name, value) in shared {
-            names = names.wrapping_add(*name);
             let mut both = WordHash::new();
             both.number(*name);
+            // Hashed once more: short names that differ in a digit have the same first bytes of their hash.
+            names = names.wrapping_add(both.finish());
             both.number(*value);
             values = values.wrapping_add(both.finish());
         }
@@ -293,6 +294,18 @@ mod tests {
         let whole = Tensor::zeros_sharded(DType::UInt8, [8], [whole]).unwrap();
         values.add("whole", &Leaf::Tensor(whole, None));
         assert_eq!(values.sample().len(), 2);
+    }
+
+    #[test]
+    fn names_that_differ_in_a_digit_have_other_digests() {
+        for name in ["o", "rng_", "rng/rank_", "loader.state.of_rank_"] {
+            let ranks: Vec<_> = (0..4).map(|rank| format!("{name}{rank}")).collect();
+            let digest =
+                |rank: &String| values(&[("x", b"1"), (rank, rank.as_bytes())]).digest(&[]);
+            let names: std::collections::HashSet<_> =
+                ranks.iter().map(|rank| digest(rank).names).collect();
+            assert_eq!(names.len(), 4, "{name}");
+        }
     }
 
     #[test]

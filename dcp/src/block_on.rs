@@ -13,7 +13,8 @@ use tokio::runtime::{Builder, Handle, Runtime};
 /// itself runs on the thread of its caller.
 const THREADS: usize = 2;
 
-static SHARED: Mutex<Option<Runtime>> = Mutex::new(None);
+/// The runtime, and the process whose threads drive it.
+static SHARED: Mutex<Option<(u32, Runtime)>> = Mutex::new(None);
 
 struct Unpark(Thread);
 
@@ -31,7 +32,8 @@ impl Wake for Unpark {
 ///
 /// All calls share one tokio runtime with I/O and timers, on threads of its own, which lasts until
 /// the process ends. A connection that a storage or a collective opens in one call is therefore
-/// alive in the next one. On Unix, call it after a `fork`, not before.
+/// alive in the next one. A process that was forked off has none of those threads, and gets a runtime of its own; what it
+/// inherited of storages and groups is of its parent's runtime, and it opens its own.
 ///
 /// It works on threads of another tokio runtime, too. There it holds up the thread, so prefer
 /// `.await`, or call it within `tokio::task::spawn_blocking`.
@@ -70,8 +72,16 @@ pub fn block_on<F: Future>(future: F) -> Result<F::Output, CheckpointError> {
 
 fn handle() -> Result<Handle, CheckpointError> {
     let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(runtime) = &*shared {
-        return Ok(runtime.handle().clone());
+    let process = std::process::id();
+    match shared.take() {
+        Some((of, runtime)) if of == process => {
+            let handle = runtime.handle().clone();
+            *shared = Some((of, runtime));
+            return Ok(handle);
+        }
+        // Its threads are the parent's, and a drop would wait for them.
+        Some((_, runtime)) => std::mem::forget(runtime),
+        None => {}
     }
     let runtime = Builder::new_multi_thread()
         .worker_threads(THREADS)
@@ -80,6 +90,6 @@ fn handle() -> Result<Handle, CheckpointError> {
         .build()
         .map_err(|error| StorageError::from_io(StorageOp::Open, None, error))?;
     let handle = runtime.handle().clone();
-    *shared = Some(runtime);
+    *shared = Some((process, runtime));
     Ok(handle)
 }

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use xtask_host::{Result, workspace};
 
-const OTHERS: [&str; 5] =
-    ["dcp-burn", "dcp-candle", "dcp-collectives-mpi", "examples/plugins", "fuzz"];
+const OTHERS: [&str; 6] =
+    ["dcp-burn", "dcp-candle", "dcp-collectives-mpi", "dcp-python", "examples/plugins", "fuzz"];
 
 /// The versions of each package in a lock file.
 fn versions(folder: &str) -> Result<BTreeMap<String, BTreeSet<String>>> {

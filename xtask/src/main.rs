@@ -54,6 +54,7 @@ cargo xtask <command>
   interop --olmo [--keep]             the same against real OLMo-core
   interop --object [--keep]           the same through S3, on an emulator
   interop --candle|--burn [--keep]    a model and AdamW of candle or burn, to PyTorch and back
+  interop --python [--torch VERSION]  the tests of the Python package, and its types
   interop --megatron [--keep]         the same against real Megatron-Core, and its models against
                                       transformers; --megatron-version VERSION for another one
   bench [--gib N] [--disk DIR]        a table of speeds, ours beside PyTorch's
@@ -61,6 +62,7 @@ cargo xtask <command>
   bench object [--gib N]              requests, bytes and speeds at object stores
   bench cuda [--gib N] [--disk DIR]   copies from and to a CUDA device, where there is one
   bench jobs [--gib N] [--folder DIR] commands that 1, 2 and 4 processes share
+  bench python [--gib N] [ROW]        the Python package beside PyTorch
   bench plan                          seconds and memory of planning and of the index
   bench --check [--update]            compares instructions and bytes with xtask/bench/counts.json
   bench --check --ratios [--update]   compares speeds, as parts of limits of the same run, with

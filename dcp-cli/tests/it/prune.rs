@@ -1,7 +1,7 @@
 //! `dcp prune` of a run on disk.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
@@ -307,12 +307,10 @@ fn a_dry_run_of_what_killed_saves_left_is_what_goes() {
     assert_eq!(done["deleted"][0]["name"], "step-10", "{done}");
     assert!(!folder.path().join("step-10").exists());
 
-    // An iteration beyond the tracker of Megatron-LM.
-    let megatron = fixtures().join("../megatron/run_torch_dist_dp2");
+    // An iteration beyond the tracker of Megatron-LM, whose save lost a file.
     let run = tempfile::tempdir().unwrap();
-    dcp_testing::copy_folder(&megatron, run.path());
-    let beyond = run.path().join("iter_0000020");
-    dcp_testing::copy_folder(&run.path().join("iter_0000010"), &beyond);
+    let beyond = iterations(run.path(), "run_torch_dist_dp2", &[10, 20]).remove(1);
+    fs::remove_file(beyond.join("__1_0.distcp")).unwrap();
     let uri = run.path().display().to_string();
     let args = ["prune", &uri, "--incomplete", "--min-age", "0s", "--json"];
     let planned = dcp([&args[..], &["--dry-run"]].concat()).json();
@@ -320,6 +318,45 @@ fn a_dry_run_of_what_killed_saves_left_is_what_goes() {
     let done = dcp([&args[..], &["--yes"]].concat()).json();
     assert_eq!(done["deleted"][0]["name"], "iter_0000020", "{done}");
     assert!(!beyond.exists());
+}
+
+/// Iterations that are copies of the one of a run of Megatron-LM, whose tracker is at 10.
+fn iterations(run: &Path, source: &str, steps: &[u64]) -> Vec<PathBuf> {
+    let megatron = fixtures().join("../megatron").join(source);
+    fs::write(run.join("latest_checkpointed_iteration.txt"), "10").unwrap();
+    let folders = steps.iter().map(|step| {
+        let folder = run.join(format!("iter_{step:07}"));
+        dcp_testing::copy_folder(&megatron.join("iter_0000010"), &folder);
+        folder
+    });
+    folders.collect()
+}
+
+#[test]
+fn a_whole_iteration_beyond_the_tracker_is_no_rest_of_a_save() {
+    let args = |uri: &str| -> Vec<String> {
+        ["prune", uri, "--incomplete", "--min-age", "0s", "--yes"].map(str::to_owned).to_vec()
+    };
+    for source in
+        ["run_torch_dist_dp2", "run_torch_dist_v019", "run_legacy_torch_tp2", "run_torch_dcp"]
+    {
+        // Training went on from iteration 10, which is damaged where `ls` does not look.
+        let run = tempfile::tempdir().unwrap();
+        let folders = iterations(run.path(), source, &[10, 20, 30]);
+        for folder in &folders {
+            dcp(["verify", &folder.display().to_string()]).ok();
+        }
+        let uri = run.path().display().to_string();
+        dcp(args(&uri)).ok();
+        for folder in &folders {
+            assert!(folder.is_dir(), "{source}: {}", folder.display());
+        }
+        let planned = dcp(["prune", &uri, "--incomplete", "--min-age", "0s", "--dry-run"]);
+        assert!(
+            planned.stdout.contains("the tracker of the run is at an earlier one"),
+            "{planned:?}"
+        );
+    }
 }
 
 #[cfg(unix)]

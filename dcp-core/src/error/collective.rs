@@ -26,6 +26,14 @@ pub enum CollectiveError {
         /// The deadline.
         deadline: std::time::Duration,
     },
+    /// A rank is gone or late, and the transport does not say which one.
+    #[error("a rank of the group is gone or late during {op}: {message}")]
+    Unreachable {
+        /// The operation that this rank was in.
+        op: &'static str,
+        /// The error of the transport.
+        message: String,
+    },
     /// A rank gave up and reported it to the others.
     #[error("rank {rank} aborted the group: {reason}")]
     Aborted {
@@ -72,7 +80,7 @@ impl CollectiveError {
             | Self::Aborted { rank, .. }
             | Self::Mismatch { rank, .. } => Some(*rank),
             Self::CannotListen { .. } => Some(0),
-            Self::Rendezvous { .. } => None,
+            Self::Unreachable { .. } | Self::Rendezvous { .. } => None,
         }
     }
 
@@ -81,7 +89,7 @@ impl CollectiveError {
     /// a cause of its own, which a retry does not remove.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
-        matches!(self, Self::PeerLost { .. } | Self::Timeout { .. })
+        matches!(self, Self::PeerLost { .. } | Self::Timeout { .. } | Self::Unreachable { .. })
     }
 }
 

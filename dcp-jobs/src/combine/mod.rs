@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 
 use dcp_core::format::WantedKeys;
+use serde::Serialize;
 
 use crate::checkpoint::chosen_keys::{Keys, taken_of, unmatched_in};
 use crate::checkpoint::format::Format;
@@ -154,10 +155,11 @@ pub struct Average<'a> {
 }
 
 /// The result of an average.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct AverageWritten {
     /// The written checkpoint.
+    #[serde(flatten)]
     pub written: Written,
     /// Tensors that are averages.
     pub averaged: usize,

@@ -12,6 +12,7 @@ use dcp_core::wire::{MessageReader, MessageWriter};
 use dcp_core::{Buffer, Key, Storage, StorageError, StorageErrorKind};
 use futures_util::stream::{FuturesUnordered, StreamExt, TryStreamExt};
 use futures_util::{future, stream};
+use serde::Serialize;
 
 use crate::error::JobError;
 use crate::group::JobGroup;
@@ -62,7 +63,7 @@ pub enum Comparing {
 }
 
 /// The result of a copy: files and bytes.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct CopyReport {
     /// Files that were copied.

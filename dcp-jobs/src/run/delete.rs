@@ -267,12 +267,12 @@ impl Deletion<'_> {
                     }
                 }
             },
-            (Doomed::Incomplete { .. }, Some(_)) if !self.is_unfinished(name, files).await? => {
-                Some("it is complete by now".to_owned())
+            // Whoever resumes from an earlier checkpoint sets the tracker back: it is no reason to delete a whole one.
+            (Doomed::Incomplete { .. }, Some(_)) if self.is_unfinished(name, files).await? => {
+                Some("it is whole, and the tracker of the run is at an earlier one".to_owned())
             }
-            (Doomed::Incomplete { .. }, None)
-                if opens.is_some() && !self.is_unfinished(name, files).await? =>
-            {
+            (Doomed::Incomplete { .. }, Some(_)) => Some("it is complete by now".to_owned()),
+            (Doomed::Incomplete { .. }, None) if opens.is_some() => {
                 let problem = opens.unwrap_or_default();
                 Some(format!("all that its index names is whole: {problem}"))
             }
@@ -293,8 +293,8 @@ impl Deletion<'_> {
         })
     }
 
-    /// Whether the tracker of the run is at an earlier checkpoint, so that the save of this one did not
-    /// finish.
+    /// Whether the tracker of the run is at an earlier checkpoint, so that the save of this one may not have
+    /// finished.
     async fn is_unfinished(&self, name: &str, files: &[ObjectMeta]) -> Result<bool, StorageError> {
         let mut all: Vec<_> = self.storage.list_files(None).try_collect().await?;
         all.extend_from_slice(files);

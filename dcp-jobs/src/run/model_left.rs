@@ -19,7 +19,7 @@ pub(super) async fn model_left(
 ) -> Result<Option<String>, StorageError> {
     let place = Place::folder(storage, Listing::new(files.iter().cloned())).below(name)?;
     let opens = model_opens(formats, &place).await?;
-    Ok(opens.then(|| "its model still opens, and other keys are lost".to_owned()))
+    Ok(opens.then(|| "its model still opens".to_owned()))
 }
 
 /// Whether a reader opens the model of a checkpoint that lacks files of other keys, such as those of the optimizer, and

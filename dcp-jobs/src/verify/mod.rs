@@ -4,9 +4,11 @@ mod verify_source;
 
 use std::collections::BTreeSet;
 
-use dcp_core::Key;
+use dcp_core::error::error_chain;
 use dcp_core::format::Evidence;
+use dcp_core::{Key, StorageError, StorageErrorKind};
 use dcp_formats::find_incomplete_files;
+use dcp_formats::hf::CONFIG_NAME;
 use dcp_formats::incomplete_files::{IncompleteFile, LFS_PROBLEM};
 
 use crate::checkpoint::open::read_all_the_same;
@@ -95,6 +97,16 @@ fn add_part(report: &mut VerifyReport, part: &str, other: VerifyReport) {
     report.notes.extend(other.notes.into_iter().map(|note| format!("{part}: {note}")));
 }
 
+/// The reason that the configuration of a model cannot be read, as a link out of its folder: conversions read it.
+async fn unread_config(checkpoint: &Checkpoint) -> Result<Option<String>, Error> {
+    let config = Key::new(CONFIG_NAME).map_err(StorageError::from)?;
+    match checkpoint.step.storage().stat(&config).await {
+        Err(error) if error.kind() == StorageErrorKind::Link => Ok(Some(error_chain(&error))),
+        // What is not there, conversions do without; what fails now fails in what reads it.
+        _ => Ok(None),
+    }
+}
+
 impl Verification<'_> {
     job_options!();
 
@@ -146,6 +158,12 @@ impl Verification<'_> {
             && let Some(pointer) = checkpoint.unfetched_data().await?
         {
             add(ProblemKind::ShortFile, pointer.as_str(), format!("the file {LFS_PROBLEM}"));
+        }
+        if checkpoint.is_model_folder()
+            && self.job.is_coordinator()
+            && let Some(problem) = unread_config(checkpoint).await?
+        {
+            add(ProblemKind::MissingFile, CONFIG_NAME, problem);
         }
         if let Some(unfinished) = &checkpoint.unfinished {
             let note = read_all_the_same(unfinished);

@@ -18,7 +18,8 @@ use dcp_engine::Settings;
 use dcp_engine::{LoadSummary, SaveSummary};
 use dcp_jobs::Error;
 use dcp_jobs::run::{
-    AllOf, LatestValid, PruneReport, Retention, Run, SaveSchedule, SkippedStep, StepNaming,
+    AnyOf, KeepSteps, LatestValid, PruneReport, Retention, Run, SaveSchedule, SkippedStep,
+    StepNaming,
 };
 
 use crate::Checkpointer;
@@ -393,7 +394,9 @@ impl CheckpointManager {
         let after = async {
             run.note_save(self.naming, step, &metrics).await?;
             let Some(policy) = &self.retention else { return Ok(None) };
-            let mut prune = run.prune().policy(AllOf::new().and(Arc::clone(policy)));
+            // Whoever goes back to an earlier step saves what is newest, and has not the highest number.
+            let kept = AnyOf::new().or(Arc::clone(policy)).or(KeepSteps([step].into()));
+            let mut prune = run.prune().policy(kept);
             prune = prune.now((self.clock)());
             // The newest one is what this group has just committed, with files of the lengths in its plan: to read its
             // index again at every save would find nothing new.

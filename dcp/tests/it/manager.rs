@@ -204,6 +204,16 @@ fn after_each_save_the_policy_decides_what_stays() {
 }
 
 #[test]
+fn a_step_that_was_just_saved_stays_whatever_its_number() {
+    let folder = tempfile::tempdir().unwrap();
+    let manager = CheckpointManager::new(run_in(&folder)).keep(KeepLast(2));
+    for step in [21, 23, 3] {
+        manager.save(step, &state(step)).blocking().unwrap();
+    }
+    assert!(steps(&manager).contains(&3), "{:?}", steps(&manager));
+}
+
+#[test]
 fn iterations_have_a_tracker_that_names_the_last_save() {
     let folder = tempfile::tempdir().unwrap();
     let url = run_in(&folder);

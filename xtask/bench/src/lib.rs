@@ -13,6 +13,7 @@ mod jobs;
 mod machine;
 mod object;
 mod plan;
+mod python;
 mod ratios;
 mod rows;
 
@@ -45,6 +46,7 @@ pub fn main(args: &[&str]) -> Result {
         ["object", rest @ ..] => return object::main(rest),
         ["jobs", rest @ ..] => return jobs::main(rest),
         ["plan", rest @ ..] => return plan::main(rest),
+        ["python", rest @ ..] => return python::main(rest),
         ["--check", "--ratios", rest @ ..] => return ratios::check(rest),
         ["--check", rest @ ..] => return plan::check(rest),
         ["convert", rest @ ..] => (true, rest),

@@ -70,6 +70,7 @@ fn run(program: &str, args: &[&str]) -> Result {
     for variable in VARIABLES {
         command.env_remove(variable);
     }
+    workspace::without_own_package(&mut command);
     process::run(command.args(args).envs(&emulators.variables))
 }
 

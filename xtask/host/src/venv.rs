@@ -36,16 +36,21 @@ const LIBRARIES: &[&str] =
 /// Adds the libraries to an environment. They are large, so only that of the newest torch gets
 /// them.
 pub fn with_libraries(python: &Path) -> Result {
+    add(python, "libraries", LIBRARIES)
+}
+
+/// Adds packages to an environment, once; `name` is that of the list.
+pub fn add(python: &Path, name: &str, packages: &[&str]) -> Result {
     let folder = python.parent().and_then(Path::parent).unwrap_or(python);
-    let complete = folder.join(".libraries");
-    let wanted = LIBRARIES.join(" ");
+    let complete = folder.join(format!(".{name}"));
+    let wanted = packages.join(" ");
     if std::fs::read_to_string(&complete).is_ok_and(|installed| installed == wanted) {
         return Ok(());
     }
     println!("installing {wanted} in {}", folder.display());
     let mut pip = Command::new(python);
     pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
-    process::run(pip.args(LIBRARIES))?;
+    process::run(pip.args(packages))?;
     std::fs::write(complete, wanted)?;
     Ok(())
 }

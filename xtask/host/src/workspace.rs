@@ -17,7 +17,21 @@ pub fn root() -> &'static Path {
 pub fn cargo() -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.current_dir(root());
+    without_own_package(&mut cargo);
     cargo
+}
+
+/// Removes the variables with which cargo describes the package of this program. The build script of ring runs again when
+/// `CARGO_PKG_NAME` changes: a build from here would compile ring and all that is built on it again, and the next
+/// build from a terminal once more.
+pub fn without_own_package(command: &mut Command) {
+    let of_package =
+        |name: &str| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_");
+    for (name, _) in std::env::vars_os() {
+        if name.to_str().is_some_and(of_package) {
+            command.env_remove(name);
+        }
+    }
 }
 
 /// Builds the command and the Rust half of `interop`, and returns the folder of the command.

@@ -9,6 +9,7 @@
 
 mod megatron;
 mod object;
+mod python;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -39,6 +40,7 @@ const COMPRESSED_SAVES: &[(&str, u32, &str, u32)] =
 pub fn main(args: &[&str]) -> Result {
     let (mut torch, mut keep, mut olmo) = (venv::NEWEST, false, false);
     let (mut megatron, mut object, mut framework) = (None, false, None);
+    let mut package = false;
     let mut args = args.iter();
     while let Some(arg) = args.next() {
         match *arg {
@@ -48,6 +50,7 @@ pub fn main(args: &[&str]) -> Result {
             "--object" => object = true,
             "--candle" => framework = Some("candle"),
             "--burn" => framework = Some("burn"),
+            "--python" => package = true,
             "--megatron" => megatron = megatron.or(Some(venv::MEGATRON)),
             // Also older ones, which have shapes of their own.
             "--megatron-version" => {
@@ -62,11 +65,15 @@ pub fn main(args: &[&str]) -> Result {
         None if object => venv::object()?,
         None => venv::python(torch)?,
     };
-    let is_plain = megatron.is_none() && !olmo && !object && framework.is_none();
+    let is_plain = megatron.is_none() && !olmo && !object && framework.is_none() && !package;
     if is_plain && torch == venv::NEWEST {
         venv::with_libraries(&python)?;
     }
-    let rust = workspace::build()?.join("examples/interop");
+    // The package is a workspace of its own, and its tests call no example.
+    let rust = match package {
+        true => PathBuf::new(),
+        false => workspace::build()?.join("examples/interop"),
+    };
     let scratch = Scratch::new(&std::env::temp_dir(), "dcp-interop", keep)?;
     let run = Run { python, rust, folder: scratch.path() };
 
@@ -77,6 +84,11 @@ pub fn main(args: &[&str]) -> Result {
             "interop with Megatron-Core {version}: both directions agree ({:.0?})",
             start.elapsed()
         );
+        return Ok(());
+    }
+    if package {
+        run.python_package(torch == venv::NEWEST)?;
+        println!("the Python package with torch {torch}: passed ({:.0?})", start.elapsed());
         return Ok(());
     }
     if olmo {

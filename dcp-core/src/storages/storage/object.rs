@@ -96,7 +96,7 @@ impl FolderEntry {
     pub fn of_objects(
         objects: Vec<ObjectMeta>,
         folder: Option<&Key>,
-    ) -> impl Iterator<Item = Self> + Send + 'static {
+    ) -> impl Iterator<Item = Self> + Send + use<> {
         let skipped = folder.map_or(0, |folder| folder.as_str().len() + 1);
         let (mut folders, mut entries) = (BTreeSet::new(), Vec::new());
         for object in objects {

@@ -1,0 +1,56 @@
+//! The Python package against a real PyTorch: the tests of `dcp-python/tests`, and its types.
+
+use std::path::Path;
+use std::process::Command;
+
+use xtask_host::process::{output, run};
+use xtask_host::{Result, emulators, venv, workspace};
+
+use crate::Run;
+
+/// What the tests need besides PyTorch.
+const TOOLS: &[&str] = &["pytest==9.0.2", "mypy==1.19.0", "zstandard==0.25.0"];
+
+impl Run<'_> {
+    /// Builds the package as a folder that Python imports, with the extension module of a debug build, and
+    /// runs its tests. `all` also checks its types, which are those of the newest PyTorch.
+    pub(crate) fn python_package(&self, all: bool) -> Result {
+        venv::add(&self.python, "python-tools", TOOLS)?;
+        let site = self.folder.join("site");
+        self.lay_out(&site)?;
+        let root = workspace::root().join("dcp-python");
+        let store = emulators::Emulators::s3_only()?;
+        let mut tests = Command::new(&self.python);
+        tests.envs(store.variables());
+        tests.env("AWS_ENDPOINT_URL", store.variable("DCP_TEST_S3_ENDPOINT")?);
+        tests.current_dir(&root).env("PYTHONPATH", &site).env("PYTHONDONTWRITEBYTECODE", "1");
+        run(tests.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]))?;
+        if all {
+            let mut types = Command::new(&self.python);
+            types.current_dir(&root).env("MYPYPATH", &site);
+            let cache = self.folder.join("mypy");
+            run(types.args(["-m", "mypy", "--strict", "-p", "distcp", "--cache-dir"]).arg(cache))?;
+        }
+        Ok(())
+    }
+
+    /// The package in a folder: its Python files, and the extension module beside them.
+    fn lay_out(&self, site: &Path) -> Result {
+        let root = workspace::root().join("dcp-python");
+        let target = workspace::target()?;
+        let mut build = workspace::cargo();
+        build.args(["build", "--locked", "--manifest-path"]).arg(root.join("Cargo.toml"));
+        run(build.arg("--target-dir").arg(&target))?;
+        std::fs::create_dir_all(site)?;
+        run(Command::new("cp").arg("-R").arg(root.join("python/distcp")).arg(site))?;
+        let suffix =
+            output(Command::new(&self.python).args([
+                "-c",
+                "import sys; print('abi3.so' if sys.platform != 'win32' else 'pyd')",
+            ]))?;
+        let name = if cfg!(target_os = "macos") { "lib_native.dylib" } else { "lib_native.so" };
+        let module = site.join("distcp").join(format!("_native.{}", suffix.trim()));
+        std::fs::copy(target.join("debug").join(name), module)?;
+        Ok(())
+    }
+}

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use dcp::core::Collective;
-use dcp::engine::{SaveHandle, SaveStage, SaveSummary};
+use dcp::engine::{SaveHandle, SaveSummary};
 use dcp::formats::dcp::{DcpWriter, FileLayout};
 use dcp::planner::FlattenRule;
 use dcp::{LoadMode, Settings};
@@ -30,10 +30,9 @@ impl Checkpointer {
     /// `group` is an object with the calls of a process group, or `None` for this process alone. `files` is the number
     /// of files for each rank.
     #[new]
-    #[pyo3(signature = (*, group=None, coordinator=0, files=None, overwrite=true, flatten=true, load_mode="strict"))]
+    #[pyo3(signature = (*, group=None, files=None, overwrite=true, flatten=true, load_mode="strict"))]
     fn new(
         group: Option<&Bound<'_, PyAny>>,
-        coordinator: u32,
         files: Option<usize>,
         overwrite: bool,
         flatten: bool,
@@ -43,7 +42,7 @@ impl Checkpointer {
         let mut settings = Settings::new();
         if let Some(group) = &group {
             let group: Arc<dyn Collective> = Arc::new(PythonGroup::new(group)?);
-            settings = Settings::in_group(group).coordinator(coordinator);
+            settings = Settings::in_group(group);
         }
         if !flatten {
             settings = settings.flatten_rule(FlattenRule::TopLevel);
@@ -87,32 +86,19 @@ impl Checkpointer {
     }
 
     /// Loads `url` into `state`. `mode` is `"exact"`, `"strict"`, `"allow_missing"` or `"partial"`.
-    #[pyo3(signature = (state, url, describe, make, mode="strict"))]
-    fn load<'py>(
+    fn load(
         &self,
-        state: &Bound<'py, PyAny>,
+        state: &Bound<'_, PyAny>,
         url: &str,
-        describe: &Bound<'py, PyAny>,
-        make: &Bound<'py, PyAny>,
+        describe: &Bound<'_, PyAny>,
+        make: &Bound<'_, PyAny>,
         mode: &str,
-    ) -> Result<Bound<'py, PyDict>, Failure> {
-        let py = state.py();
-        let mode = mode_of(mode)?;
+    ) -> Result<(), Failure> {
+        let (py, mode) = (state.py(), mode_of(mode)?);
         let mut loaded = Loaded::of(state, describe);
-        let summary = call::run(py, || self.inner.load(&mut loaded, url).mode(mode).into_future());
-        let summary = summary.map_err(|failure| loaded.into.explain(py, failure))?;
-        write_back(state, &loaded.state(), make)?;
-        let result = PyDict::new(py);
-        let names = |all: &[Arc<str>]| all.iter().map(|fqn| fqn.to_string()).collect::<Vec<_>>();
-        result.set_item("missing", names(&summary.report.missing))?;
-        result.set_item("unexpected", names(&summary.report.unexpected))?;
-        result.set_item("bytes_read", summary.read.bytes_read)?;
-        Ok(result)
-    }
-
-    /// The plan of the last save, for the same rank after a restart.
-    fn export_plans(&self) -> Option<Vec<u8>> {
-        self.inner.export_plans()
+        let done = call::run(py, || self.inner.load(&mut loaded, url).mode(mode).into_future());
+        done.map_err(|failure| loaded.into.explain(py, failure))?;
+        write_back(state, &loaded.state(), make)
     }
 }
 
@@ -151,31 +137,6 @@ impl PendingSave {
             handle.ok_or_else(|| Failure::Argument("the save was waited for before".to_owned()))?;
         let summary = call::run(py, || async move { handle.wait().await })?;
         Ok(summary_of(py, &summary)?)
-    }
-
-    /// Whether it has ended, well or not.
-    fn is_finished(&self) -> bool {
-        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
-        handle.as_ref().is_none_or(SaveHandle::is_finished)
-    }
-
-    /// Its stage: `"staging"`, `"staged"`, `"planned"`, `"written"` or `"committed"`.
-    fn stage(&self) -> &'static str {
-        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
-        match handle.as_ref().map(SaveHandle::stage) {
-            Some(SaveStage::Staging) => "staging",
-            Some(SaveStage::Staged) => "staged",
-            Some(SaveStage::Planned) => "planned",
-            Some(SaveStage::Written) => "written",
-            _ => "committed",
-        }
-    }
-
-    /// Stops it. What it has written is removed.
-    fn cancel(&self) {
-        if let Some(handle) = &*self.handle.lock().unwrap_or_else(PoisonError::into_inner) {
-            handle.cancel();
-        }
     }
 }
 

@@ -6,6 +6,7 @@
 use bytes::Bytes;
 use dcp::core::error::CollectiveError;
 use dcp::core::{Collective, Rank};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -33,8 +34,12 @@ impl PythonGroup {
     ) -> Result<T, CollectiveError> {
         Python::attach(|py| {
             body(self.object.bind(py)).map_err(|error| {
-                // PyTorch does not say which rank it lost: the text may have its address.
-                CollectiveError::Unreachable { op, message: error.to_string() }
+                let message = error.to_string();
+                match error.is_instance_of::<PyRuntimeError>(py) {
+                    // PyTorch does not say which rank it lost: the text may have its address.
+                    true => CollectiveError::Unreachable { op, message },
+                    false => CollectiveError::Aborted { rank: self.rank, reason: message },
+                }
             })
         })
     }

@@ -73,16 +73,11 @@ pub fn block_on<F: Future>(future: F) -> Result<F::Output, CheckpointError> {
 fn handle() -> Result<Handle, CheckpointError> {
     let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
     let process = std::process::id();
-    match shared.take() {
-        Some((of, runtime)) if of == process => {
-            let handle = runtime.handle().clone();
-            *shared = Some((of, runtime));
-            return Ok(handle);
-        }
-        // Its threads are the parent's, and a drop would wait for them.
-        Some((_, runtime)) => std::mem::forget(runtime),
-        None => {}
+    if let Some((_, runtime)) = shared.as_ref().filter(|(of, _)| *of == process) {
+        return Ok(runtime.handle().clone());
     }
+    // The threads of one that was inherited are the parent's, and a drop would wait for them.
+    std::mem::forget(shared.take());
     let runtime = Builder::new_multi_thread()
         .worker_threads(THREADS)
         .thread_name("dcp-blocking")

@@ -36,6 +36,23 @@ fn a_snapshot_in_the_cache_of_the_hugging_face_hub_is_a_model() {
     assert_ne!(dcp(["verify", &uri]).code, 0);
 }
 
+#[test]
+fn a_configuration_that_conversions_cannot_read_is_a_problem_for_verify() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    dcp_testing::copy_folder(&fixtures().join("../hf/rank0_index/ckpt"), &model);
+    let (uri, outside) = (model.display().to_string(), folder.path().join("config.json"));
+    fs::write(&outside, "{\"model_type\": \"llama\"}").unwrap();
+    fs::copy(&outside, model.join("config.json")).unwrap();
+    dcp(["verify", &uri]).ok();
+    fs::remove_file(model.join("config.json")).unwrap();
+    symlink(&outside, model.join("config.json")).unwrap();
+    assert_ne!(dcp(["-q", "convert", &uri, &path(&folder, "out.safetensors")]).code, 0);
+    let verified = dcp(["verify", &uri]);
+    assert_eq!(verified.code, 1, "{}", verified.stdout);
+    assert!(verified.stdout.contains("config.json"), "{}", verified.stdout);
+}
+
 /// A folder of `--config` is read like any other.
 #[test]
 fn a_link_out_of_a_configuration_is_followed_when_asked_for() {

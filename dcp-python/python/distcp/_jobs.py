@@ -78,6 +78,13 @@ def _texts(given: str | Iterable[str]) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
 
 
+def best_of(count: int | None, metric: str | None, lowest: bool) -> tuple[int, str, bool] | None:
+    """The rule that keeps the best checkpoints by a metric, as the native module takes it."""
+    if (count is None) != (metric is None):
+        raise ValueError("keep_best needs metric, and metric keep_best")
+    return None if count is None or metric is None else (count, metric, lowest)
+
+
 def _urls(urls: Iterable[Url]) -> list[str]:
     if isinstance(urls, (str, os.PathLike)):
         raise TypeError(f"a list of checkpoints is needed, not one: {urls!r}")
@@ -124,15 +131,12 @@ def prune(
     As the command, it deletes nothing by default: with ``dry_run=True``, the default, it returns the plan.
     ``incomplete`` also deletes what killed saves left, a day after their last write or as many seconds.
     """
-    if (keep_best is None) != (metric is None):
-        raise ValueError("keep_best needs metric, and metric keep_best")
-    best = None if keep_best is None or metric is None else (keep_best, metric, lowest)
     age = None if incomplete is False else 86400.0 if incomplete is True else float(incomplete)
     report = _native.prune(
         os.fspath(url),
         keep_last=keep_last,
         keep_every=keep_every,
-        keep_best=best,
+        keep_best=best_of(keep_best, metric, lowest),
         incomplete=age,
         by=by,
         dry_run=dry_run,

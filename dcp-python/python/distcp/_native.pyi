@@ -37,7 +37,6 @@ class Checkpointer:
         cls,
         *,
         group: Any = None,
-        coordinator: int = 0,
         files: int | None = None,
         overwrite: bool = True,
         flatten: bool = True,
@@ -51,16 +50,12 @@ class Checkpointer:
         url: str,
         describe: Callable[..., Any],
         make: Callable[[Any], Any],
-        mode: str = "strict",
-    ) -> dict[str, Any]: ...
-    def export_plans(self) -> bytes | None: ...
+        mode: str,
+    ) -> None: ...
 
 @final
 class PendingSave:
     def wait(self) -> dict[str, Any]: ...
-    def is_finished(self) -> bool: ...
-    def stage(self) -> str: ...
-    def cancel(self) -> None: ...
 
 @final
 class PlannedSave:

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use xtask_host::process::{output, run};
+use xtask_host::process::run;
 use xtask_host::{Result, emulators, venv, workspace};
 
 use crate::Run;
@@ -43,13 +43,8 @@ impl Run<'_> {
         run(build.arg("--target-dir").arg(&target))?;
         std::fs::create_dir_all(site)?;
         run(Command::new("cp").arg("-R").arg(root.join("python/distcp")).arg(site))?;
-        let suffix =
-            output(Command::new(&self.python).args([
-                "-c",
-                "import sys; print('abi3.so' if sys.platform != 'win32' else 'pyd')",
-            ]))?;
         let name = if cfg!(target_os = "macos") { "lib_native.dylib" } else { "lib_native.so" };
-        let module = site.join("distcp").join(format!("_native.{}", suffix.trim()));
+        let module = site.join("distcp/_native.abi3.so");
         std::fs::copy(target.join("debug").join(name), module)?;
         Ok(())
     }

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distcp import _native
+from distcp._jobs import best_of
 from distcp.torch._checkpointing import apply_loaded, checkpointer, group_of, in_background, plain_state
 from distcp.torch._group import for_background
 from distcp.torch._tensors import Describer, make_object
@@ -49,9 +50,7 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
     ) -> None:
-        if (keep_best is None) != (metric is None):
-            raise ValueError("keep_best needs metric, and metric keep_best")
-        best = None if keep_best is None or metric is None else (keep_best, metric, lowest)
+        best = best_of(keep_best, metric, lowest)
         group = group_of(process_group, no_dist)
         # Background saves talk while training does.
         group = None if group is None else for_background(group)

@@ -68,12 +68,8 @@ impl SmallValues {
         let shared = self.0.iter().filter(|(name, _)| own.binary_search(name).is_err());
         let (mut names, mut values) = (0_u64, 0_u64);
         for (name, value) in shared {
-            let mut both = WordHash::new();
-            both.number(*name);
-            // Hashed once more: short names that differ in a digit have the same first bytes of their hash.
-            names = names.wrapping_add(both.finish());
-            both.number(*value);
-            values = values.wrapping_add(both.finish());
+            names = names.wrapping_add(spread(*name));
+            values = values.wrapping_add(spread(spread(*name) ^ *value));
         }
         let ([.., n0, n1], [.., v0, v1, v2]) = (names.to_le_bytes(), values.to_le_bytes());
         Digest { names: [n0, n1], values: [v0, v1, v2] }
@@ -83,6 +79,14 @@ impl SmallValues {
     pub(crate) fn sample(&self) -> Vec<Hashed> {
         self.0.iter().take(SAMPLE_MAX).map(|(name, value)| (*name, *value)).collect()
     }
+}
+
+/// A number of which every bit depends on all bits of `n`, by the finalizer of SplitMix64. A digest is some bits of a sum,
+/// and the word hashes of short names that differ in a digit are equal in those.
+fn spread(n: u64) -> u64 {
+    let n = (n ^ n >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let n = (n ^ n >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    n ^ n >> 31
 }
 
 fn hash_of_name(fqn: &str) -> u64 {

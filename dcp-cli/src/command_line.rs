@@ -9,7 +9,7 @@ use std::sync::Arc;
 use clap::{CommandFactory, FromArgMatches};
 use dcp::StorageRegistry;
 use dcp::collectives::Launch;
-use dcp::core::format::CheckpointFormat;
+use dcp::core::format::{CheckpointFormat, StreamTransform};
 use dcp::core::text::Quoted;
 use dcp::jobs::framework::Framework;
 use dcp::trace::TraceRecorder;
@@ -67,6 +67,12 @@ impl CommandLine {
     /// [target](CheckpointFormat::target). A format of the same name is replaced.
     pub fn format(mut self, format: Arc<dyn CheckpointFormat>) -> Self {
         self.plugins.add_format(format);
+        self
+    }
+
+    /// Registers a transform of stored items, such as encryption: every command reads what was written through it.
+    pub fn transform(mut self, transform: Arc<dyn StreamTransform>) -> Self {
+        self.plugins.add_transform(transform);
         self
     }
 

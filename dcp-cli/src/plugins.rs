@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use dcp::StorageRegistry;
-use dcp::core::format::{CheckpointFormat, FormatRegistry};
+use dcp::core::format::{CheckpointFormat, FormatRegistry, StreamTransform};
 use dcp::jobs::Format;
 use dcp::jobs::framework::{Framework, Frameworks};
 
@@ -39,6 +39,11 @@ impl Plugins {
             self.targets.push(name);
         }
         self.formats.register(format);
+    }
+
+    /// Adds a transform of stored items; it replaces one of the same name.
+    pub(crate) fn add_transform(&mut self, transform: Arc<dyn StreamTransform>) {
+        self.formats = std::mem::take(&mut self.formats).with_transform(transform);
     }
 
     /// Adds a framework; it replaces one of the same name.

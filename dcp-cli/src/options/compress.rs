@@ -6,7 +6,7 @@ use dcp::core::format::Compression;
 use super::parse::parse_compression;
 
 /// Compression of what is written.
-#[derive(Args, Clone, Copy, Debug, Default)]
+#[derive(Args, Clone, Debug, Default)]
 pub(crate) struct Compress {
     /// Compress tensors and objects: zstd or zstd:LEVEL, where 1 is the fastest level, 22 the
     /// smallest and 3 the default. PyTorch 2.7 and later load it with the Python package zstandard
@@ -16,7 +16,7 @@ pub(crate) struct Compress {
 }
 
 impl Compress {
-    pub(crate) fn method(self) -> Option<Compression> {
-        self.compress
+    pub(crate) fn method(&self) -> Option<Compression> {
+        self.compress.clone()
     }
 }

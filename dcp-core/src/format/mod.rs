@@ -13,6 +13,7 @@ mod opened;
 mod recognized;
 mod registry;
 mod save_record;
+mod stream_transform;
 mod subfolder;
 mod target;
 mod wanted_keys;
@@ -37,6 +38,7 @@ pub use recognized::{
 };
 pub use registry::{FolderMatch, FormatRegistry, natural};
 pub use save_record::{SaveFacts, SaveRecord};
+pub use stream_transform::{StreamEncoder, StreamTransform, StreamTransforms};
 pub use subfolder::Subfolder;
 pub use target::{CheckpointTarget, Compression, Existing, Occupant, OccupantRun, WriterOptions};
 pub use wanted_keys::WantedKeys;

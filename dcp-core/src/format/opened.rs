@@ -7,6 +7,7 @@ use std::sync::Arc;
 use super::audit::CheckpointAudit;
 use super::listed::ListedStorage;
 use super::listing::Listing;
+use super::stream_transform::StreamTransforms;
 use super::subfolder::Subfolder;
 use super::wanted_keys::WantedKeys;
 use crate::error::StorageError;
@@ -38,6 +39,8 @@ pub struct OpenOptions {
     /// Whether every rank of a group opens the checkpoint. Checks that cost a request for each rank
     /// are then left to [`audit`](OpenedCheckpoint::audit).
     pub in_group: bool,
+    /// The transforms of stored items that are undone besides the built-in one, zstd.
+    pub transforms: StreamTransforms,
 }
 
 impl OpenOptions {
@@ -73,6 +76,13 @@ impl OpenOptions {
     #[must_use]
     pub fn with_in_group(mut self, in_group: bool) -> Self {
         self.in_group = in_group;
+        self
+    }
+
+    /// Sets the transforms of stored items that are undone.
+    #[must_use]
+    pub fn with_transforms(mut self, transforms: StreamTransforms) -> Self {
+        self.transforms = transforms;
         self
     }
 

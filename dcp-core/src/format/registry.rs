@@ -1,11 +1,13 @@
 //! The formats that are known.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use super::CheckpointFormat;
 use super::listing::{Folder, Listing};
 use super::opened::{OpenOptions, OpenedCheckpoint, Place};
 use super::recognized::{Evidence, FormatInfo, Recognized, RunSelection, UnfinishedSave};
+use super::stream_transform::{StreamTransform, StreamTransforms};
 use super::subfolder::Subfolder;
 use super::target::{CheckpointTarget, Occupant};
 use crate::error::{CheckpointError, StorageError};
@@ -24,6 +26,7 @@ const HEAD_BYTES: u64 = 64;
 pub struct FormatRegistry {
     /// The one that was registered last comes first.
     formats: Vec<Arc<dyn CheckpointFormat>>,
+    transforms: StreamTransforms,
 }
 
 /// A format that recognizes a folder.
@@ -66,6 +69,20 @@ impl FormatRegistry {
     pub fn with(mut self, format: Arc<dyn CheckpointFormat>) -> Self {
         self.register(format);
         self
+    }
+
+    /// Adds a transform of stored items, which readers of formats that have such undo, or replaces the one of the same
+    /// name. Without it, they refuse the items that an index says were written through it.
+    #[must_use]
+    pub fn with_transform(mut self, transform: Arc<dyn StreamTransform>) -> Self {
+        self.transforms.register(transform);
+        self
+    }
+
+    /// The transforms of stored items.
+    #[must_use]
+    pub fn transforms(&self) -> &StreamTransforms {
+        &self.transforms
     }
 
     /// The formats, the one registered last first.
@@ -246,6 +263,7 @@ impl FormatRegistry {
         place: &Place,
         options: &OpenOptions,
     ) -> (FolderMatch, Result<OpenedCheckpoint, CheckpointError>) {
+        let options = &*self.with_own_transforms(options);
         let opened = open_by(&*best.format, place, options).await;
         if matches!(opened, Err(CheckpointError::NotACheckpoint { .. })) {
             for other in self.others(&place.listing().root(), best) {
@@ -290,7 +308,15 @@ impl FormatRegistry {
         options: &OpenOptions,
     ) -> Result<OpenedCheckpoint, CheckpointError> {
         let format = self.recognize_file(storage, &file).await?;
-        format.open(&Place::file_of(storage, file), options).await
+        format.open(&Place::file_of(storage, file), &self.with_own_transforms(options)).await
+    }
+
+    /// Returns the options with the transforms of this registry, where they have none.
+    fn with_own_transforms<'a>(&self, options: &'a OpenOptions) -> Cow<'a, OpenOptions> {
+        match self.transforms.is_empty() || !options.transforms.is_empty() {
+            true => Cow::Borrowed(options),
+            false => Cow::Owned(options.clone().with_transforms(self.transforms.clone())),
+        }
     }
 
     /// Describes the contents of a folder, as the predicate of a sentence.

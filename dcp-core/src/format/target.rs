@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::listing::Folder;
+use super::stream_transform::StreamTransform;
 use crate::error::CheckpointError;
 use crate::plans::metadata::CheckpointMetadata;
 use crate::protocol::checkpoint::StorageWriter;
@@ -51,17 +52,43 @@ pub struct WriterOptions {
     pub compression: Option<Compression>,
 }
 
-/// The compression of a checkpoint's data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// The compression of a checkpoint's data, or another transform of its stored items.
+#[derive(Clone)]
 #[non_exhaustive]
 pub enum Compression {
     /// With zstd, at a level from 1 (fastest) to 22 (smallest), or a negative one.
     Zstd(i32),
+    /// Through a transform of a plug-in. Whoever reads the checkpoint
+    /// [registers](super::FormatRegistry::with_transform) the same one.
+    Transform(Arc<dyn StreamTransform>),
 }
 
 impl Compression {
     /// zstd at level 3, its usual one.
     pub const ZSTD: Self = Self::Zstd(3);
+}
+
+impl PartialEq for Compression {
+    /// Transforms are equal where they are one object, since those of one name may have other keys.
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Zstd(a), Self::Zstd(b)) => a == b,
+            (Self::Transform(a), Self::Transform(b)) => Arc::ptr_eq(a, b),
+            _ => false,
+        }
+    }
+}
+
+impl Eq for Compression {}
+
+impl fmt::Debug for Compression {
+    // A transform may hold a key, and jobs compare this text among their ranks.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Zstd(level) => f.debug_tuple("Zstd").field(level).finish(),
+            Self::Transform(of) => write!(f, "Transform({}/{})", of.name(), of.version()),
+        }
+    }
 }
 
 impl WriterOptions {

@@ -188,7 +188,8 @@ impl CheckpointFormat for DcpFormat {
         let mut reader = DcpReader::builder(Arc::clone(place.storage()))
             .tolerant(options.tolerant)
             .verify_parts(options.for_load)
-            .compare_saved(!options.in_group);
+            .compare_saved(!options.in_group)
+            .transforms(options.transforms.clone());
         if let Some(rank) = options.rank {
             reader = reader.rank(rank);
         }
@@ -242,7 +243,7 @@ impl CheckpointTarget for DcpFormat {
     ) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
         // A conversion has no memory to lend: two parts of each file are in flight.
         let writer = DcpWriter::builder(storage).overwrite(options.overwrite).upload_bytes(0);
-        Ok(Arc::new(writer.compression(options.compression)?.build()))
+        Ok(Arc::new(writer.compression(options.compression.clone())?.build()))
     }
 }
 

@@ -16,7 +16,7 @@ use crate::expansion::ItemKind;
 
 pub(super) fn place(
     layout: FileLayout,
-    compression: Compression,
+    compression: &Compression,
     generation: u64,
     locals: &[SavePlan],
     global: &mut GlobalPlan,

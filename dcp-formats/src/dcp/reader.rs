@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::checkpoint::{DataSink, ReadReport};
-use dcp_core::format::{ListedStorage, WantedKeys};
+use dcp_core::format::{ListedStorage, StreamTransforms, WantedKeys};
 use dcp_core::plan::LoadPlan;
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{
@@ -43,6 +43,7 @@ pub struct DcpReader {
     compare_saved: bool,
     how: IndexOptions,
     scratch_bytes: u64,
+    transforms: StreamTransforms,
     progress: Option<ByteProgress>,
     index: Mutex<Option<Index>>,
     saved: Arc<Mutex<Option<Arc<SavedCrcs>>>>,
@@ -71,6 +72,7 @@ impl DcpReader {
             compare_saved: false,
             how: IndexOptions { tolerant: false, check_files: true, rank: None, keys: None },
             scratch_bytes: SCRATCH_BYTES,
+            transforms: StreamTransforms::default(),
             progress: None,
             index: Mutex::new(None),
             saved: Arc::default(),
@@ -82,6 +84,12 @@ impl DcpReader {
     /// The storage of the folder.
     pub(super) fn storage(&self) -> &Arc<dyn Storage> {
         &self.storage
+    }
+
+    /// The transforms of items that this reader undoes besides zstd.
+    #[must_use]
+    pub fn transforms(&self) -> &StreamTransforms {
+        &self.transforms
     }
 
     /// Observations about the checkpoint that do not prevent reading it.
@@ -297,6 +305,12 @@ impl DcpReaderBuilder {
         self
     }
 
+    /// The transforms of items that are undone besides zstd; none by default.
+    pub fn transforms(mut self, transforms: StreamTransforms) -> Self {
+        self.reader.transforms = transforms;
+        self
+    }
+
     /// Receives the number of bytes of the plan that each request read.
     pub fn progress(mut self, progress: ByteProgress) -> Self {
         self.reader.progress = Some(progress);
@@ -334,6 +348,7 @@ impl StorageReader for DcpReader {
         }
         context.archives.known = Some(Arc::clone(&self.archives));
         context.archives.verify_parts = self.verify_parts;
+        context.transforms = self.transforms.clone();
         run(Arc::new(context), metadata, plan).await
     }
 }

@@ -121,14 +121,14 @@ impl FileJob {
         local: &SavePlan,
         plan: &WritePlan,
         checksums: bool,
-        compression: Compression,
+        compression: &Compression,
     ) -> Result<Vec<Self>, CheckpointError> {
         let encodings = compression.encodings();
         let draft = |key: &Key| Draft {
             key: key.clone(),
             byte_len: 0,
             items: Vec::new(),
-            framing: Archives::new(checksums, compression),
+            framing: Archives::new(checksums, compression.clone()),
         };
         let mut drafts: Vec<Draft> = plan.files.iter().map(draft).collect();
         for order in &plan.orders {
@@ -235,7 +235,7 @@ impl Archives {
     /// The length of the file whose items have `byte_len` bytes before they are encoded, or its
     /// maximum.
     fn byte_len_max(&self, byte_len: u64) -> u64 {
-        if self.compression == Compression::None {
+        if self.compression.is_none() {
             return byte_len;
         }
         let lens = self.items.iter().map(|item| self.compression.byte_len_max(item.byte_len));

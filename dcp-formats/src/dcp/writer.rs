@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::{DataSource, SaveSession, WriteReport};
 use dcp_core::error::{PlanProblem, StorageOp};
-use dcp_core::format;
+use dcp_core::format::{self, StreamTransform};
 use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
 use dcp_core::storage::{PutMode, StorageExt as _};
 use dcp_core::{
@@ -203,6 +203,14 @@ impl DcpWriterBuilder {
         self
     }
 
+    /// Writes items through a transform of a plug-in, such as encryption, instead of a compression. All ranks need the
+    /// same one. Lengths are reported as those of compressed items are. Readers, PyTorch's too, need the transform under
+    /// its name.
+    pub fn transform(mut self, transform: Arc<dyn StreamTransform>) -> Self {
+        self.options.compression = Compression::Transform(transform);
+        self
+    }
+
     /// Compresses items, if there is a compression.
     ///
     /// # Errors
@@ -216,6 +224,7 @@ impl DcpWriterBuilder {
             None => Ok(self),
             #[cfg(feature = "zstd")]
             Some(format::Compression::Zstd(level)) => Ok(self.zstd(Zstd::new().level(level))),
+            Some(format::Compression::Transform(transform)) => Ok(self.transform(transform)),
             Some(other) => {
                 let problem = format!("this build does not have {other:?}; enable its feature");
                 Err(FormatError::new("compression", problem).into())
@@ -317,7 +326,7 @@ impl StorageWriter for DcpWriter {
         global: &mut GlobalPlan,
     ) -> Result<Vec<WritePlan>, CheckpointError> {
         let Options { layout, compression, .. } = &self.options;
-        place::place(*layout, *compression, session.generation, locals, global)
+        place::place(*layout, compression, session.generation, locals, global)
     }
 
     fn renamed(&self, file: &Key, generation: u64) -> Result<Key, CheckpointError> {
@@ -332,13 +341,13 @@ impl StorageWriter for DcpWriter {
         data: Arc<dyn DataSource>,
     ) -> Result<WriteReport, CheckpointError> {
         let jobs =
-            FileJob::for_plan(local, plan, self.options.checksums, self.options.compression)?;
+            FileJob::for_plan(local, plan, self.options.checksums, &self.options.compression)?;
         // Files of earlier saves are settled: committed or removed.
         let own = plan.files.first().and_then(generation_of);
         self.created().retain(|key| generation_of(key) == own);
         let mut parallelism = usize::from(self.storage.capabilities().parallelism);
         // Parts of lent memory cost nothing, others do.
-        let is_compressed = self.options.compression != Compression::None;
+        let is_compressed = !self.options.compression.is_none();
         let is_lent = data.segment_bytes() == u64::MAX && !is_compressed;
         let in_flight = match self.options.upload_bytes {
             Some(bytes) => bytes,

@@ -35,6 +35,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::format::StreamTransforms;
 use dcp_core::metadata::Placement;
 use dcp_core::plan::LoadPlan;
 use dcp_core::storage::{ReadInto, StorageExt as _};
@@ -109,6 +110,8 @@ pub(crate) struct Context {
     pub(super) scratch_per_request: u64,
     progress: Option<ByteProgress>,
     checksums: Checksums,
+    /// The transforms of items that plug-ins undo.
+    pub(crate) transforms: StreamTransforms,
     /// The state of a load of archives.
     pub(crate) archives: Archives,
     parallelism: usize,
@@ -137,6 +140,7 @@ impl Context {
             scratch_per_request: (scratch / parallelism as u64).clamp(start, end),
             progress,
             checksums: Arc::default(),
+            transforms: StreamTransforms::default(),
             archives: Archives::default(),
             parallelism,
             scratch,

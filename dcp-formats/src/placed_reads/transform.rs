@@ -4,19 +4,25 @@ use std::borrow::Cow;
 
 use bytes::Bytes;
 use dcp_core::FormatError;
+use dcp_core::format::StreamTransforms;
 use dcp_core::metadata::Encoding;
 
 use crate::expansion::ItemKind;
 
-/// The bytes of an object's archive before the transforms of its encoding, such as `stream.zstd`.
+/// The bytes of an object's archive before the transforms of its encoding, such as `stream.zstd`, of which those of
+/// plug-ins are in `registered`.
 ///
 /// # Errors
 ///
 /// When a transform is unknown, the bytes are damaged, or they expand further than any writer
 /// compresses an object.
-pub fn without_transforms(stored: Bytes, encoding: &Encoding) -> Result<Bytes, FormatError> {
+pub fn without_transforms(
+    stored: Bytes,
+    encoding: &Encoding,
+    registered: &StreamTransforms,
+) -> Result<Bytes, FormatError> {
     let limit = ItemKind::Object.expanded_max(stored.len() as u64, 0);
-    Ok(match undo(&stored, &encoding.transforms, limit)? {
+    Ok(match undo(&stored, &encoding.transforms, registered, limit)? {
         Cow::Borrowed(_) => stored.clone(),
         Cow::Owned(bytes) => bytes.into(),
     })
@@ -34,12 +40,14 @@ pub fn without_transforms(stored: Bytes, encoding: &Encoding) -> Result<Bytes, F
 pub(super) fn undo<'a>(
     stored: &'a [u8],
     transforms: &[impl AsRef<str>],
+    registered: &StreamTransforms,
     limit: u64,
 ) -> Result<Cow<'a, [u8]>, FormatError> {
-    let last_first = run(stored, transforms.iter().rev().map(AsRef::as_ref), limit);
+    let last_first = run(stored, transforms.iter().rev().map(AsRef::as_ref), registered, limit);
     match last_first {
         Err(error) if transforms.len() > 1 => {
-            run(stored, transforms.iter().map(AsRef::as_ref), limit).map_err(|_| error)
+            let first_first = transforms.iter().map(AsRef::as_ref);
+            run(stored, first_first, registered, limit).map_err(|_| error)
         }
         result => result,
     }
@@ -48,24 +56,47 @@ pub(super) fn undo<'a>(
 fn run<'a, 't>(
     stored: &'a [u8],
     transforms: impl Iterator<Item = &'t str>,
+    registered: &StreamTransforms,
     limit: u64,
 ) -> Result<Cow<'a, [u8]>, FormatError> {
     let mut bytes = Cow::Borrowed(stored);
     for transform in transforms {
-        bytes = Cow::Owned(undo_one(&bytes, transform, limit)?);
+        bytes = Cow::Owned(undo_one(&bytes, transform, registered, limit)?);
     }
     Ok(bytes)
 }
 
 /// A descriptor is `name[@domain][/version]`. Extensions accept versions that begin with theirs up
 /// to the first dot.
-fn undo_one(bytes: &[u8], transform: &str, limit: u64) -> Result<Vec<u8>, FormatError> {
+fn undo_one(
+    bytes: &[u8],
+    transform: &str,
+    registered: &StreamTransforms,
+    limit: u64,
+) -> Result<Vec<u8>, FormatError> {
     let (name, version) = transform.split_once('/').unwrap_or((transform, "1"));
     let major = version.split('.').next().unwrap_or(version);
+    if let Some(known) = registered.by_name(name) {
+        let item = known.undo(bytes, version, limit)?;
+        // The lengths of what follows are bounded by this one.
+        return match item.len() as u64 > limit {
+            true => {
+                Err(stored_bytes(format!("{transform:?} makes more than {limit} bytes of them")))
+            }
+            false => Ok(item),
+        };
+    }
     match (name, major) {
         ("stream.zstd", "1") => unzstd(bytes, limit),
-        _ => Err(FormatError::new("stored bytes", format!("unknown extension {transform:?}"))),
+        ("stream.zstd", _) => Err(stored_bytes(format!("{transform:?} is of another version"))),
+        _ => Err(stored_bytes(format!(
+            "they were written through {transform:?}, a transform that is not registered in this program"
+        ))),
     }
+}
+
+fn stored_bytes(problem: String) -> FormatError {
+    FormatError::new("stored bytes", problem)
 }
 
 #[cfg(feature = "zstd")]
@@ -104,21 +135,23 @@ mod tests {
     #[test]
     fn zstd_is_undone_within_its_limit() {
         let bomb = pack(&vec![0; 1 << 20]);
-        assert_eq!(undo(&bomb, &["stream.zstd/1"], 1 << 20).unwrap().len(), 1 << 20);
-        let error = undo(&bomb, &["stream.zstd/1.7"], (1 << 20) - 1).unwrap_err();
+        let none = &StreamTransforms::default();
+        assert_eq!(undo(&bomb, &["stream.zstd/1"], none, 1 << 20).unwrap().len(), 1 << 20);
+        let error = undo(&bomb, &["stream.zstd/1.7"], none, (1 << 20) - 1).unwrap_err();
         assert!(error.to_string().contains("more than"));
         for len in 0..bomb.len() {
-            let cut = undo(&bomb[..len], &["stream.zstd"], 1 << 20);
+            let cut = undo(&bomb[..len], &["stream.zstd"], none, 1 << 20);
             assert!(cut.is_err(), "{len} of {} bytes", bomb.len());
         }
     }
 
     #[test]
     fn several_transforms_are_undone_last_listed_first() {
+        let none = &StreamTransforms::default();
         let twice = pack(&pack(b"abc"));
-        assert_eq!(*undo(&twice, &["stream.zstd/1", "stream.zstd/1"], 99).unwrap(), *b"abc");
-        assert!(undo(b"abc", &["stream.zstd/2"], 99).is_err());
-        assert!(undo(b"abc", &["rot13"], 99).is_err());
-        assert_eq!(*undo(b"abc", &[""; 0], 0).unwrap(), *b"abc");
+        assert_eq!(*undo(&twice, &["stream.zstd/1", "stream.zstd/1"], none, 99).unwrap(), *b"abc");
+        assert!(undo(b"abc", &["stream.zstd/2"], none, 99).is_err());
+        assert!(undo(b"abc", &["rot13"], none, 99).is_err());
+        assert_eq!(*undo(b"abc", &[""; 0], none, 0).unwrap(), *b"abc");
     }
 }

@@ -47,7 +47,7 @@ fn deliver(
     match &blob.content {
         Content::Object { items } => {
             let limit = ItemKind::Object.expanded_max(stored.len() as u64, ctx.scratch);
-            let bytes = match undo(&stored, transforms, limit) {
+            let bytes = match undo(&stored, transforms, &ctx.transforms, limit) {
                 Ok(Cow::Borrowed(_)) => stored.clone(),
                 Ok(Cow::Owned(bytes)) => bytes.into(),
                 Err(error) => return Err(blob.locate(error)),
@@ -61,7 +61,8 @@ fn deliver(
         }
         Content::Tensor { sizes, targets, .. } => {
             let limit = chunk_limit(ctx, blob).map_err(|error| blob.locate(error))?;
-            let bytes = undo(&stored, transforms, limit).map_err(|error| blob.locate(error))?;
+            let bytes = undo(&stored, transforms, &ctx.transforms, limit)
+                .map_err(|error| blob.locate(error))?;
             let elements = match blob.encoding.layout {
                 Layout::Raw => ctx
                     .expected_crc(&blob.placement)

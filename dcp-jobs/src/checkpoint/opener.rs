@@ -142,7 +142,8 @@ impl Opener {
 
     pub(crate) fn options(&self) -> OpenOptions {
         let options = OpenOptions::default().with_tolerant(self.need.tolerant());
-        options.with_rank(self.rank).with_keys(self.keys.clone())
+        let options = options.with_rank(self.rank).with_keys(self.keys.clone());
+        options.with_transforms(self.formats.transforms().clone())
     }
 
     /// The notes of a job on what this opener opens.

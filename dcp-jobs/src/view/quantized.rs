@@ -11,6 +11,7 @@ use dcp_core::metadata::{Entry, Layout, ObjectEntry, Placement, TensorEntry, Wra
 use dcp_core::plan::LoadPlan;
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Storage, StorageReader};
+use dcp_formats::dcp::DcpReader;
 use dcp_formats::torch_object::decode_object;
 use dcp_formats::torch_zip::check_archive;
 use dcp_formats::without_transforms;
@@ -104,7 +105,9 @@ pub(crate) async fn archived_value(
     let storage: &dyn Storage = &*source.storage;
     let stored = storage.read_range(key, placement.byte_offset..end).await?;
     let decoded = |encoded: Bytes| check_archive(&encoded).and_then(|()| decode_object(&encoded));
-    let value = without_transforms(stored, encoding).and_then(decoded);
+    let registered = source.extension::<DcpReader>().map(|reader| reader.transforms().clone());
+    let registered = registered.unwrap_or_default();
+    let value = without_transforms(stored, encoding, &registered).and_then(decoded);
     Ok(value.map_err(|error| error.of_item(fqn).in_file(key.as_str(), placement.byte_offset))?)
 }
 

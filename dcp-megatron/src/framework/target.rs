@@ -266,7 +266,7 @@ impl TargetLayout for TorchDistLayout {
             .form(self.form)
             .integrity(self.integrity)
             .overwrite(request.writer.overwrite)
-            .compression(request.writer.compression)?;
+            .compression(request.writer.compression.clone())?;
         if let Some(common) = request.object {
             writer = writer.common(common);
         }

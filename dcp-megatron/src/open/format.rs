@@ -333,7 +333,7 @@ impl CheckpointTarget for MegatronCoreFormat {
     ) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
         // A conversion has no memory to lend: two parts of each file are in flight.
         let writer = MegatronWriter::builder(storage).overwrite(options.overwrite).upload_bytes(0);
-        Ok(Arc::new(writer.compression(options.compression)?.build()))
+        Ok(Arc::new(writer.compression(options.compression.clone())?.build()))
     }
 }
 

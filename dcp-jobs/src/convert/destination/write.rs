@@ -72,7 +72,7 @@ impl Destination {
         let place = place.held_by_rank_0(job.is_coordinator());
         let options = WriterOptions::default()
             .with_overwrite(self.overwrite)
-            .with_compression(self.compression);
+            .with_compression(self.compression.clone());
         let mut report = match format {
             // One file is written by one process.
             Format::Safetensors | Format::TorchSave if !job.is_coordinator() => {

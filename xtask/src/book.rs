@@ -21,25 +21,33 @@ pub(crate) fn main() -> Result {
     }
     let book = workspace::root().join("target/book");
     let _ = std::fs::remove_dir_all(&book);
-    let mut crates = String::from("\n# Crates\n\n");
     for page in pages()? {
         let target = book.join("src").join(&page);
         std::fs::create_dir_all(target.parent().ok_or("a page without a folder")?)?;
         std::fs::copy(workspace::root().join(&page), target)?;
-        if let Some(name) = page.to_str().and_then(|page| page.strip_suffix("/README.md"))
-            && name.starts_with("dcp")
-        {
-            crates.push_str(&format!("- [{name}]({name}/README.md)\n"));
-        }
     }
-    let docs = workspace::root().join("docs");
-    std::fs::copy(docs.join("book.toml"), book.join("book.toml"))?;
-    let summary = std::fs::read_to_string(docs.join("SUMMARY.md"))?;
-    let summary = summary.replace("](", "](docs/").replace("](docs/../", "](");
-    std::fs::write(book.join("src/SUMMARY.md"), summary + &crates)?;
+    std::fs::copy(workspace::root().join("docs/book.toml"), book.join("book.toml"))?;
+    std::fs::write(book.join("src/SUMMARY.md"), summary()?)?;
     run(Command::new("mdbook").arg("build").arg(&book))?;
     println!("{}", book.join("book/index.html").display());
     Ok(())
+}
+
+/// The chapters of the book: those of docs/SUMMARY.md, then the crates that it does not have.
+fn summary() -> Result<String> {
+    let chapters = std::fs::read_to_string(workspace::root().join("docs/SUMMARY.md"))?;
+    let mut summary = chapters.replace("](", "](docs/").replace("](docs/../", "](");
+    summary.push_str("\n# Crates\n\n");
+    for page in pages()? {
+        if let Some(name) = page.to_str().and_then(|page| page.strip_suffix("/README.md"))
+            && name.starts_with("dcp")
+            // mdBook refuses a page that is there twice.
+            && !summary.contains(&format!("]({name}/README.md)"))
+        {
+            summary.push_str(&format!("- [{name}]({name}/README.md)\n"));
+        }
+    }
+    Ok(summary)
 }
 
 /// The pages that people read, relative to the root.
@@ -131,6 +139,16 @@ mod tests {
                 assert!(index.contains(&format!("({name})")), "README.md lacks {name}");
             }
         }
+    }
+
+    #[test]
+    fn no_page_is_in_the_book_twice() {
+        let summary = summary().unwrap();
+        let mut pages = links(&summary);
+        assert!(pages.len() > 30, "{} pages", pages.len());
+        pages.sort_unstable();
+        let twice: Vec<&[&str]> = pages.windows(2).filter(|pair| pair[0] == pair[1]).collect();
+        assert!(twice.is_empty(), "{twice:?}");
     }
 
     #[test]

@@ -11,6 +11,7 @@ use std::borrow::Cow;
 const TERMS: &[(&str, &str)] = &[
     ("a job without a group runs in one process", "--single runs the command in one process"),
     ("or without a group", "or with --single"),
+    ("`AdapterOptions`", "`dcp merge BASE ADAPTER --adapter`"),
     ("`Architecture::Keep`", "--arch none"),
     ("`AverageOptions::non_float`", "--non-float first"),
     ("`Checkpoint::convert`", "`dcp convert`"),

@@ -40,7 +40,7 @@
 //! The crates behind it can be used on their own: [`core`] for the vocabulary and the traits that
 //! plug-ins implement, [`planner`] for geometry and policy, [`formats`] for the bytes,
 //! [`engine`] for the protocols. With their features, `jobs` has whole checkpoints by URL and every job
-//! on them, `megatron` and `olmo` what these frameworks save and load, `mapping` their weights
+//! on them, `megatron`, `olmo` and `peft` what these frameworks save and load, `mapping` their weights
 //! as Hugging Face has them, `state` the state dicts of models and optimizers.
 //!
 //! # Features
@@ -60,6 +60,7 @@
 //! | `olmo` | yes | OLMo-core's runs, optimizer layouts and checkpoint functions; brings `jobs` |
 //! | `megatron` | yes | Megatron-Core's checkpoints of every age, its sharded state dicts, its save and load; brings `jobs` |
 //! | `mapping` | yes | mappings of weights between Megatron-Core's names and Hugging Face's; brings `jobs` |
+//! | `peft` | yes | adapters of PEFT, and their merge into base models; brings `jobs` |
 //! | `state` | yes | state dicts of models and optimizers as `torch.distributed.checkpoint.state_dict` makes them |
 //! | `blocking` | yes | the API for callers without a runtime |
 //! | `zstd` | yes | reading and writing items through PyTorch's zstd extension |
@@ -86,6 +87,8 @@ pub use dcp_mapping as mapping;
 pub use dcp_megatron as megatron;
 #[cfg(feature = "olmo")]
 pub use dcp_olmo as olmo;
+#[cfg(feature = "peft")]
+pub use dcp_peft as peft;
 pub use dcp_planner as planner;
 #[cfg(feature = "state")]
 pub use dcp_state as state;

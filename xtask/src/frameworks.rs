@@ -6,17 +6,35 @@ use crate::formats;
 use xtask_host::workspace;
 
 /// Features of the facade, and crates that they must not bring.
-const WITHOUT: [(&str, &[&str]); 6] = [
-    ("fs", &["dcp-jobs", "dcp-megatron", "dcp-olmo", "dcp-mapping"]),
+const WITHOUT: [(&str, &[&str]); 7] = [
+    ("fs", &["dcp-jobs", "dcp-megatron", "dcp-olmo", "dcp-mapping", "dcp-peft"]),
     // A trainer with the manager of a run.
     (
         "fs,jobs,collectives,blocking",
-        &["dcp-megatron", "dcp-olmo", "dcp-mapping", "dcp-storage-object", "toml", "saphyr-parser"],
+        &[
+            "dcp-megatron",
+            "dcp-olmo",
+            "dcp-mapping",
+            "dcp-peft",
+            "dcp-storage-object",
+            "toml",
+            "saphyr-parser",
+        ],
     ),
-    ("fs,megatron", &["dcp-olmo", "dcp-mapping", "dcp-storage-object", "toml", "saphyr-parser"]),
-    ("fs,olmo", &["dcp-megatron", "dcp-mapping", "dcp-storage-object", "toml", "saphyr-parser"]),
-    ("fs,mapping", &["dcp-megatron", "dcp-olmo", "dcp-storage-object"]),
-    ("memory", &["dcp-storage-fs", "dcp-jobs", "dcp-megatron", "dcp-olmo", "dcp-mapping"]),
+    (
+        "fs,megatron",
+        &["dcp-olmo", "dcp-mapping", "dcp-peft", "dcp-storage-object", "toml", "saphyr-parser"],
+    ),
+    (
+        "fs,olmo",
+        &["dcp-megatron", "dcp-mapping", "dcp-peft", "dcp-storage-object", "toml", "saphyr-parser"],
+    ),
+    ("fs,mapping", &["dcp-megatron", "dcp-olmo", "dcp-peft", "dcp-storage-object"]),
+    ("fs,peft", &["dcp-megatron", "dcp-olmo", "dcp-mapping", "dcp-storage-object"]),
+    (
+        "memory",
+        &["dcp-storage-fs", "dcp-jobs", "dcp-megatron", "dcp-olmo", "dcp-mapping", "dcp-peft"],
+    ),
 ];
 
 /// Features of the formats, and crates that they must not bring.
@@ -54,7 +72,7 @@ fn a_feature_brings_no_framework_but_its_own() {
 #[test]
 fn the_default_features_bring_every_framework() {
     let built = built_from("distcp", "default");
-    for name in ["dcp-jobs", "dcp-megatron", "dcp-olmo", "dcp-mapping"] {
+    for name in ["dcp-jobs", "dcp-megatron", "dcp-olmo", "dcp-mapping", "dcp-peft"] {
         assert!(built.contains(name), "{name}");
     }
 }

@@ -154,6 +154,13 @@ const LAYERS: &[Layer] = &[
         never_named: &["std::fs", "std::net", "std::process::Command"],
     },
     Layer {
+        package: "dcp-peft",
+        uses: &["dcp-core", "dcp-formats", "dcp-jobs"],
+        tests_use: &["dcp-testing", "dcp-storage-fs"],
+        never: &["object_store", "reqwest", "hyper", "zip"],
+        never_named: &["std::fs", "std::net", "std::process::Command"],
+    },
+    Layer {
         package: "dcp-state",
         uses: &["dcp-core", "dcp-planner", "dcp-engine"],
         tests_use: &["dcp-testing"],
@@ -191,6 +198,8 @@ const LAYERS: &[Layer] = &[
             "torch_dist",
             "Olmo",
             "olmo",
+            "Peft",
+            "peft",
         ],
     },
     Layer {
@@ -206,6 +215,7 @@ const LAYERS: &[Layer] = &[
             "dcp-collectives",
             "dcp-engine",
             "dcp-olmo",
+            "dcp-peft",
             "dcp-mapping",
             "dcp-megatron",
             "dcp-state",

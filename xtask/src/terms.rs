@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use xtask_host::workspace;
 
 /// Crates whose messages reach programs.
-const LIBRARY: [&str; 11] = [
+const LIBRARY: [&str; 12] = [
     "dcp-core",
     "dcp-planner",
     "dcp-formats",
@@ -15,6 +15,7 @@ const LIBRARY: [&str; 11] = [
     "dcp-trace",
     "dcp-jobs",
     "dcp-olmo",
+    "dcp-peft",
     "dcp-mapping",
     "dcp-megatron",
 ];

@@ -75,6 +75,7 @@ fn steps() -> Vec<Step> {
             let model = olmo.join("fsdp2-2rank-bf16-modelonly/ckpt");
             dcp_testing::copy_folder(&model, &to.join("model_and_optim"));
         }),
+        step("an adapter of peft", copied("../peft/lora/ckpt")),
         step("megatron", copied("../megatron/tp2_basic/ckpt")),
         step("megatron by ranks", copied("../megatron/run_legacy_torch_tp2/iter_0000010")),
     ]
@@ -100,7 +101,15 @@ fn files(folder: &Path) -> Vec<PathBuf> {
 /// Files of which a step needs every byte. A configuration, a tokenizer or a note may be anything.
 fn is_needed(file: &Path) -> bool {
     let name = file.file_name().unwrap().to_str().unwrap();
-    let endings = [".distcp", ".safetensors", ".pt", ".bin", ".metadata", ".index.json"];
+    let endings = [
+        ".distcp",
+        ".safetensors",
+        ".pt",
+        ".bin",
+        ".metadata",
+        ".index.json",
+        "adapter_config.json",
+    ];
     endings.iter().any(|ending| name.ends_with(ending))
 }
 
@@ -266,15 +275,6 @@ fn other_programs() -> Vec<(&'static str, Step)> {
     let model = |to: &Path| dcp_to(&["--to", "hf", "--everything"], to);
     let torch = |to: &Path, name: &str| dcp_to(&["--to", "torch-save"], &to.join(name));
     vec![
-        (
-            "PEFT",
-            step("an adapter", |to| {
-                model(to);
-                fs::rename(to.join("model.safetensors"), to.join("adapter_model.safetensors"))
-                    .unwrap();
-                fs::write(to.join("adapter_config.json"), "{}").unwrap();
-            }),
-        ),
         (
             "slime",
             step("weight changes", |to| {

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail loudly")]
 
+mod adapters;
 mod callables;
 mod claimed_targets;
 mod combine;

@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::checkpoint::chosen_keys::{Keys, unmatched_in};
 use crate::checkpoint::format::Format;
-use crate::checkpoint::framework::{Named, PluginReport, Preparation, Towards};
+use crate::checkpoint::framework::{Concern, Named, PluginReport, Preparation, Towards};
 use crate::checkpoint::notes::Notes;
 use crate::checkpoint::refuse_incomplete::refuse_incomplete;
 use crate::checkpoint::setters::{destination_options, format_options, job_options};
@@ -106,6 +106,11 @@ impl Conversion<'_> {
             return Ok(true);
         }
         let frameworks = &self.checkpoint.opener.frameworks;
+        // Options about names and shapes may make a tensor of others.
+        let mut given = options.given().map(|(options, _)| options.concern());
+        if given.any(|concern| concern == Concern::Names) {
+            return Ok(true);
+        }
         if self.destination.framework_target(&self.checkpoint.opener, format).is_some() {
             return Ok(true);
         }
@@ -156,6 +161,7 @@ impl Conversion<'_> {
         let mut request = Preparation {
             options: destination.options(),
             selection: &selection,
+            format,
             job,
             notes: &mut notes,
         };

@@ -137,13 +137,14 @@ impl Resharding<'_> {
         keep_apart(&checkpoint, self.destination.uri(), Shape::Folder).await?;
         let (destination, job) = (self.destination()?, &self.job);
         refuse_incomplete(&checkpoint, selection.part, job, &mut notes).await?;
+        let format = destination.format()?;
         let options = destination.options();
-        let mut request = Preparation { options, selection: &selection, job, notes: &mut notes };
+        let mut request =
+            Preparation { options, selection: &selection, format, job, notes: &mut notes };
         let opener = &checkpoint.opener;
         let all = opener.frameworks.prepare(&checkpoint, &mut request).await?;
         let unmatched = unmatched_in(&selection, [&all]).await?;
         let source = selection.apply(&all, job).await?;
-        let format = destination.format()?;
         let how = SourceFacts {
             layout: destination.layout(format, &checkpoint).await?,
             object: destination.required_object(format, opener, &all, &selection).await?,

@@ -34,6 +34,7 @@ use dcp_core::{Storage, StorageError};
 
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::chosen_keys::taken_of;
+use crate::checkpoint::format::Format;
 use crate::checkpoint::notes::Notes;
 use crate::checkpoint::step_naming::StepNaming;
 use crate::error::Error;
@@ -183,6 +184,8 @@ pub struct Preparation<'a> {
     pub options: &'a Options,
     /// The keys that the job takes.
     pub selection: &'a Selection,
+    /// The format that is written.
+    pub format: Format,
     /// The job's use of the machine.
     pub job: &'a JobOptions,
     /// The notes of the job.

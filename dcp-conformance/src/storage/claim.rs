@@ -6,6 +6,7 @@ use bytes::Bytes;
 use dcp_core::StorageErrorKind;
 use dcp_core::storage::PutMode;
 use futures_util::future::join_all;
+use tokio::sync::Barrier;
 
 use super::subject::{Subject, expect_kind, pattern};
 use crate::case::{Failure, Outcome, ensure, runtime};
@@ -113,9 +114,12 @@ async fn claims_of_several_objects_go_side_by_side(subject: Subject) -> Outcome 
 async fn no_replacement_of_concurrent_holders_is_lost(subject: Subject) -> Outcome {
     const HOLDERS: usize = 12;
     let key = subject.create("counter", &Bytes::from_static(b"0")).await?;
+    // No holder starts before all are there: a slow machine would run them one by one.
+    let start = Arc::new(Barrier::new(HOLDERS));
     let holders = (0..HOLDERS).map(|_| {
-        let (subject, key) = (subject.clone(), key.clone());
+        let (subject, key, start) = (subject.clone(), key.clone(), Arc::clone(&start));
         runtime().spawn(async move {
+            start.wait().await;
             let Ok(claim) = second(&subject, &key).await? else { return Ok(0) };
             let read = subject.whole(&key).await?;
             let count: usize = std::str::from_utf8(&read)?.parse()?;

@@ -9,6 +9,7 @@ use dcp_core::storage::{PutMode, StorageExt};
 use dcp_core::{HostMemory, Payload, StorageErrorKind};
 use futures_util::FutureExt;
 use futures_util::future::{join_all, try_join_all};
+use tokio::sync::Barrier;
 
 use super::subject::{Subject, expect_kind, in_pieces, pattern, same_bytes};
 use crate::case::{Failure, Outcome, ensure, runtime};
@@ -113,13 +114,18 @@ async fn put_create_of_a_taken_key_is_already_exists(subject: Subject) -> Outcom
 }
 
 async fn of_several_concurrent_creators_exactly_one_succeeds(subject: Subject) -> Outcome {
-    const CREATORS: u64 = 16;
+    const CREATORS: usize = 16;
     for round in 0..8 {
         let key = subject.key(&format!("round {round}"))?;
-        let creators = (0..CREATORS).map(|creator| {
+        // No creator starts before all are there: a slow machine would run them one by one.
+        let start = Arc::new(Barrier::new(CREATORS));
+        let creators = (0..CREATORS as u64).map(|creator| {
             let (storage, key) = (Arc::clone(&subject.storage), key.clone());
-            let bytes = pattern(creator, 10_000);
-            runtime().spawn(async move { storage.put(&key, bytes.into(), PutMode::Create).await })
+            let (bytes, start) = (pattern(creator, 10_000), Arc::clone(&start));
+            runtime().spawn(async move {
+                start.wait().await;
+                storage.put(&key, bytes.into(), PutMode::Create).await
+            })
         });
         let mut winners = Vec::new();
         for (creator, outcome) in (0..).zip(join_all(creators.collect::<Vec<_>>()).await) {

@@ -1,10 +1,13 @@
 //! Clauses on objects that are written in parts.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use dcp_core::storage::{PutMode, Upload, UploadOptions};
 use dcp_core::{HostMemory, Key, Payload, StorageErrorKind};
 use futures_util::FutureExt;
 use futures_util::future::{join_all, try_join_all};
+use tokio::sync::Barrier;
 
 use super::subject::{Subject, expect_kind, in_pieces, pattern};
 use crate::case::{Failure, Outcome, ensure, runtime};
@@ -335,15 +338,18 @@ async fn an_overwriting_upload_makes_an_object_that_was_not_there(subject: Subje
 }
 
 async fn of_several_concurrent_uploads_exactly_one_succeeds(subject: Subject) -> Outcome {
-    const UPLOADS: u64 = 16;
+    const UPLOADS: usize = 16;
     let part_len = subject.part_len(1000);
     let rounds = if part_len > MIB { 1 } else { 4 };
     for round in 0..rounds {
         let key = subject.key(&format!("round {round}"))?;
-        let uploads = (0..UPLOADS).map(|number| {
-            let (subject, key) = (subject.clone(), key.clone());
+        // No upload starts before all are there: a slow machine would run them one by one.
+        let start = Arc::new(Barrier::new(UPLOADS));
+        let uploads = (0..UPLOADS as u64).map(|number| {
+            let (subject, key, start) = (subject.clone(), key.clone(), Arc::clone(&start));
             runtime().spawn(async move {
                 let bytes = pattern(number, part_len + 100);
+                start.wait().await;
                 if number % 4 == 3 {
                     return subject.storage.put(&key, bytes.into(), PutMode::Create).await;
                 }

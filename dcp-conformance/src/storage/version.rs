@@ -10,6 +10,7 @@ use dcp_core::storage::{
 use dcp_core::{Buffer, Key, StorageErrorKind};
 use futures_util::TryStreamExt;
 use futures_util::future::join_all;
+use tokio::sync::Barrier;
 
 use super::subject::{Subject, expect_kind, in_pieces, pattern};
 use crate::case::{Failure, Outcome, ensure, runtime};
@@ -215,14 +216,19 @@ async fn update_of_another_version_is_conflict(subject: Subject) -> Outcome {
 }
 
 async fn of_several_concurrent_updates_exactly_one_succeeds(subject: Subject) -> Outcome {
-    const WRITERS: u64 = 16;
+    const WRITERS: usize = 16;
     for round in 0..8 {
         let key = subject.create(&format!("round {round}"), &pattern(15, 100)).await?;
         let mode = PutMode::Update(version(subject.storage.stat(&key).await?)?);
-        let writers = (0..WRITERS).map(|writer| {
+        // No writer starts before all are there: a slow machine would run them one by one.
+        let start = Arc::new(Barrier::new(WRITERS));
+        let writers = (0..WRITERS as u64).map(|writer| {
             let (storage, key) = (Arc::clone(&subject.storage), key.clone());
-            let (bytes, mode) = (pattern(writer, 5000), mode.clone());
-            runtime().spawn(async move { storage.put(&key, bytes.into(), mode).await })
+            let (bytes, mode, start) = (pattern(writer, 5000), mode.clone(), Arc::clone(&start));
+            runtime().spawn(async move {
+                start.wait().await;
+                storage.put(&key, bytes.into(), mode).await
+            })
         });
         let mut winners = Vec::new();
         for (writer, outcome) in (0..).zip(join_all(writers.collect::<Vec<_>>()).await) {

@@ -47,6 +47,11 @@ fn steps() -> Vec<Step> {
         step("dcp", copied("fsdp2_adam_2r")),
         step("dcp of safetensors", copied("safetensors_fmt_2r")),
         step("dcp without collectives", copied("no_collectives_2r")),
+        step("ByteCheckpoint", |to| {
+            copy("../byte_checkpoint/fsdp2_2r", to);
+            // The files of ranks, which are in no index: damage there leaves the step unknown.
+            fs::remove_dir_all(to.join("extra_state")).unwrap();
+        }),
         step("hugging face, one file", |to| dcp_to(&["--to", "hf", "--everything"], to)),
         step("hugging face, shards", |to| {
             dcp_to(&["--to", "hf", "--everything", "--max-shard-size", "1000"], to);
@@ -291,12 +296,6 @@ fn other_programs() -> Vec<(&'static str, Step)> {
                 model(to);
                 fs::rename(to.join("model.safetensors"), to.join("model_0.safetensors")).unwrap();
                 fs::write(to.join("metadata.pkl"), b"\x80\x04}.").unwrap();
-            }),
-        ),
-        (
-            "ByteCheckpoint",
-            step("another index", |to| {
-                dcp_testing::copy_folder(&fixtures().join("../other_programs/bytecheckpoint"), to);
             }),
         ),
         (

@@ -10,10 +10,10 @@ use dcp_core::format::{
     OpenOptions, OpenedCheckpoint, Peek, Place, RankDifference, Recognized, RunSelection,
     RunTracker, UnfinishedSave, WriterOptions,
 };
-use dcp_core::metadata::Entry;
+use dcp_core::metadata::{Entry, Layout, Placement};
 use dcp_core::storage::{ObjectMeta, StorageExt as _};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Key, Storage, StorageError, StorageErrorKind,
+    CheckpointError, CheckpointMetadata, Storage, StorageError, StorageErrorKind,
     StorageReader as _, StorageWriter,
 };
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
@@ -36,10 +36,6 @@ const FILES_MAX: usize = 1 << 12;
 const HEAD_BYTES: u64 = 64;
 /// The opcode that ends a pickle.
 const STOP: u8 = b'.';
-/// A module of ByteCheckpoint, whose indexes have the name of DCP's.
-const BYTECHECKPOINT: &[u8] = b"bytecheckpoint.checkpointer.meta_type";
-const IS_BYTECHECKPOINT: &str = "is a checkpoint of ByteCheckpoint, whose index has other classes than PyTorch's; load it with \
-     ByteCheckpoint and save it with torch.distributed.checkpoint";
 /// The name of the format.
 const NAME: &str = "dcp";
 const NO_DATA: &str = "there are no data files";
@@ -332,7 +328,7 @@ async fn examine_index(
     match missing.problem() {
         Some(problem) => Ok(Examined::new(Some(problem))),
         None => {
-            let problem = unwritten_file(place, metadata.files()).await?;
+            let problem = unwritten_file(place, &metadata).await?;
             Ok(Examined::new(problem).with_index(Some(metadata)))
         }
     }
@@ -347,9 +343,6 @@ async fn read_index(
     let bytes = place.storage().read_range(&index.key, 0..index.byte_len).await?;
     let mut metadata = match decode(&bytes) {
         Ok(metadata) => metadata,
-        Err(_) if is_bytecheckpoint(&bytes) => {
-            return Ok(Err(Examined::of_other_program(IS_BYTECHECKPOINT)));
-        }
         Err(_) if is_lfs_pointer(&bytes) => {
             return Ok(Err(Examined::new(Some(format!("the {name} {LFS_PROBLEM}")))));
         }
@@ -364,13 +357,17 @@ async fn read_index(
     })
 }
 
-/// The problem of a data file that begins with zeros. Every item begins with the signature of its
-/// encoding, and every file with an item.
-async fn unwritten_file(place: &Place, files: &[Key]) -> Result<Option<String>, StorageError> {
+/// The problem of a data file that begins with zeros. Every file begins with an item, and an item with the
+/// signature of its encoding, but for elements without one, which may be zero.
+async fn unwritten_file(
+    place: &Place,
+    metadata: &CheckpointMetadata,
+) -> Result<Option<String>, StorageError> {
     let storage = place.storage();
-    let heads: Vec<_> = files
-        .iter()
-        .filter_map(|file| place.listing().get(file))
+    let raw = raw_files(metadata);
+    let signed = metadata.files().iter().enumerate().filter(|(file, _)| !raw.contains(file));
+    let heads: Vec<_> = signed
+        .filter_map(|(_, file)| place.listing().get(file))
         .filter(|meta| meta.byte_len >= HEAD_BYTES)
         .take(FILES_MAX)
         .map(|meta| async move {
@@ -386,6 +383,17 @@ async fn unwritten_file(place: &Place, files: &[Key]) -> Result<Option<String>, 
         }
     }
     Ok(None)
+}
+
+/// The positions of files that begin with elements, as those of ByteCheckpoint do.
+fn raw_files(metadata: &CheckpointMetadata) -> BTreeSet<usize> {
+    let tensors = metadata.iter().filter_map(|(_, entry)| entry.as_tensor());
+    let placements = tensors.flat_map(|tensor| tensor.chunks.iter()).filter_map(|c| c.placement);
+    let is_raw = |placement: &Placement| {
+        let encoding = metadata.encoding(placement);
+        placement.byte_offset == 0 && encoding.is_some_and(|e| e.layout == Layout::Raw)
+    };
+    placements.filter(is_raw).map(|placement| placement.file.index()).collect()
 }
 
 /// Corrects the placements in files that are safetensors images, or returns what is wrong with one.
@@ -410,10 +418,6 @@ async fn locate_images(
         Err(CheckpointError::Storage(error)) => Err(error),
         Err(error) => Ok(Some(error_chain(&error))),
     }
-}
-
-fn is_bytecheckpoint(index: &[u8]) -> bool {
-    index.windows(BYTECHECKPOINT.len()).any(|window| window == BYTECHECKPOINT)
 }
 
 /// For each file, where the last of what it holds ends.

@@ -199,6 +199,12 @@ impl<'p, 'a> Graph<'p, 'a> {
         Ok(text)
     }
 
+    pub(super) fn bytes(&self, id: NodeId, what: &str) -> Result<&'p [u8], FormatError> {
+        let bytes = self.pickle.bytes(id).ok_or_else(|| self.unexpected(what, id))?;
+        self.spend(bytes.len() / TEXT_UNIT)?;
+        Ok(bytes)
+    }
+
     /// The text of a field, which the input has or a node.
     pub(super) fn field_str(&self, field: Field<'p>, what: &str) -> Result<&'p str, FormatError> {
         if let Field::Node(id) = field {

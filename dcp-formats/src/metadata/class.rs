@@ -12,6 +12,9 @@ pub(super) const OLMO_FILESYSTEM: &str = "olmo_core.distributed.checkpoint.files
 /// The module of Megatron-Core's (0.15) subclass of `Metadata`.
 const MEGATRON: &str = "megatron.core.dist_checkpointing.strategies.torch";
 
+/// The module of ByteCheckpoint's (0.0.2) `Metadata` and `_StorageInfo`.
+const BYTE_CHECKPOINT: &str = "bytecheckpoint.checkpointer.meta_type";
+
 /// The meaning of a global.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Class {
@@ -39,7 +42,9 @@ impl Class {
 
     pub(super) fn of(module: &str, name: &str) -> Self {
         match (module, name) {
-            (METADATA, "Metadata") | (MEGATRON, "MCoreMetadata") => Self::Metadata,
+            (METADATA | BYTE_CHECKPOINT, "Metadata") | (MEGATRON, "MCoreMetadata") => {
+                Self::Metadata
+            }
             (METADATA, "TensorStorageMetadata") => Self::TensorMetadata,
             (METADATA, "BytesStorageMetadata") => Self::BytesMetadata,
             (METADATA, "ChunkStorageMetadata") => Self::Chunk,
@@ -49,7 +54,7 @@ impl Class {
             (METADATA, "_MEM_FORMAT_ENCODING") | (SHARDED_METADATA, "MEM_FORMAT_ENCODING") => {
                 Self::MemoryFormat
             }
-            (FILESYSTEM | OLMO_FILESYSTEM, "_StorageInfo") => Self::StorageInfo,
+            (FILESYSTEM | OLMO_FILESYSTEM | BYTE_CHECKPOINT, "_StorageInfo") => Self::StorageInfo,
             // Python 3.13 moved them to a module that earlier versions lack.
             ("pathlib" | "pathlib._local", "PosixPath" | "WindowsPath" | "PurePosixPath") => {
                 Self::Path

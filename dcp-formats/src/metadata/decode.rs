@@ -132,6 +132,11 @@ fn decode_graph(pickle: &Pickle<'_>, wanted: Option<&WantedKeys>) -> Result<Deco
         for [index, info] in entries {
             places.place(*index, *info)?;
         }
+        if let Some(tensors) = graph.attribute(metadata, "all_tensor_metadata") {
+            for [index, tensor] in graph.entries(tensors, "all_tensor_metadata")? {
+                places.locate_elements(*index, *tensor)?;
+            }
+        }
     }
     let names = left_out.map(|LeftOut { kept, mut names }| {
         let mut kept = kept.into_iter();

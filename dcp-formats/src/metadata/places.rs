@@ -23,11 +23,20 @@ pub(super) struct LeftOut {
     pub(super) names: CheckpointMetadata,
 }
 
+/// A key of `storage_data`.
+struct IndexKey<'p> {
+    fqn: &'p str,
+    /// The position of the chunk, if the writer is right.
+    hint: Option<usize>,
+    /// `None` for an object; a 0-dim tensor has an empty one.
+    offset: Option<Field<'p>>,
+}
+
 /// Applies the placements of `storage_data` to chunks and objects.
 #[derive(Debug)]
 pub(super) struct Places<'g, 'p, 'a> {
-    graph: &'g Graph<'p, 'a>,
-    out: &'g mut CheckpointMetadata,
+    pub(super) graph: &'g Graph<'p, 'a>,
+    pub(super) out: &'g mut CheckpointMetadata,
     /// `None` where the chunks of all entries are read.
     left_out: Option<&'g mut LeftOut>,
     name: Wanted<1>,
@@ -79,7 +88,7 @@ impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
     }
 
     /// Whether the key of an entry is that of a tensor or object to read.
-    fn is_kept(&mut self, index: NodeId) -> Result<bool, FormatError> {
+    pub(super) fn is_kept(&mut self, index: NodeId) -> Result<bool, FormatError> {
         if self.left_out.is_none() {
             return Ok(true);
         }
@@ -99,30 +108,55 @@ impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
         if !self.is_kept(index)? {
             return self.note_file(info);
         }
-        let graph = self.graph;
-        let [fqn, hint, offset] =
-            graph.parts(index, Class::Index, &self.index, || KEY.to_owned())?;
-        let fqn = graph.field_str(fqn.ok_or_else(|| missing(KEY, "fqn"))?, NAME)?;
-        let placement = self.placement(fqn, info)?;
-        let Some(position) = self.position(fqn) else { return Ok(()) };
-
-        // Objects have no offset; 0-dim tensors have an empty one.
-        let Some(offset) = offset.filter(|offset| !graph.is_none(Some(*offset))) else {
+        let key = self.index_key(index)?;
+        let placement = self.placement(key.fqn, info)?;
+        let Some(position) = self.position(key.fqn) else { return Ok(()) };
+        if key.offset.is_none() {
             if let Some((_, Entry::Object(object))) = self.out.at_mut(position) {
                 object.placement = Some(placement);
             }
             return Ok(());
-        };
-        self.offsets.clear();
-        graph.field_dims(offset, "an offset in storage_data", &mut self.offsets)?;
-        let hint = hint.and_then(|hint| graph.field_int(hint));
-        let hint = hint.and_then(|hint| usize::try_from(hint).ok());
-        let chunk = self.chunk(position, hint);
+        }
+        let chunk = self.chunk_of(position, &key)?;
         if let (Some(chunk), Some((_, Entry::Tensor(tensor)))) = (chunk, self.out.at_mut(position))
         {
             tensor.chunks.place(chunk, placement);
         }
         Ok(())
+    }
+
+    /// Reads a key of `storage_data`.
+    fn index_key(&self, index: NodeId) -> Result<IndexKey<'p>, FormatError> {
+        let graph = self.graph;
+        let [fqn, hint, offset] =
+            graph.parts(index, Class::Index, &self.index, || KEY.to_owned())?;
+        let fqn = graph.field_str(fqn.ok_or_else(|| missing(KEY, "fqn"))?, NAME)?;
+        let hint = hint.and_then(|hint| graph.field_int(hint));
+        let hint = hint.and_then(|hint| usize::try_from(hint).ok());
+        let offset = offset.filter(|offset| !graph.is_none(Some(*offset)));
+        Ok(IndexKey { fqn, hint, offset })
+    }
+
+    /// The position of the chunk that `key` names, of the tensor at `position`.
+    fn chunk_of(
+        &mut self,
+        position: usize,
+        key: &IndexKey<'p>,
+    ) -> Result<Option<usize>, FormatError> {
+        let Some(offset) = key.offset else { return Ok(None) };
+        self.offsets.clear();
+        self.graph.field_dims(offset, "an offset in storage_data", &mut self.offsets)?;
+        Ok(self.chunk(position, key.hint))
+    }
+
+    /// The tensor that a key names, and the position of its chunk.
+    pub(super) fn named_chunk(
+        &mut self,
+        index: NodeId,
+    ) -> Result<Option<(usize, usize)>, FormatError> {
+        let key = self.index_key(index)?;
+        let Some(position) = self.position(key.fqn) else { return Ok(None) };
+        Ok(self.chunk_of(position, &key)?.map(|chunk| (position, chunk)))
     }
 
     /// Notes the file of an entry that is left out.

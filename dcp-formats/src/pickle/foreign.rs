@@ -326,6 +326,7 @@ const HARMLESS: &[(&str, &[&str])] = &[
     ("torchao.quantization.quant_primitives", &["MappingType"]),
     ("torchao.quantization.quantize_.common.kernel_preference", &["KernelPreference"]),
     ("torchao.quantization.quantize_.workflows.int8.int8_tensor", &["QuantizeTensorToInt8Kwargs"]),
+    ("bytecheckpoint.checkpointer.meta_type", &["Metadata", "_StorageInfo"]),
     ("megatron.core.dist_checkpointing.strategies.torch", &["MCoreMetadata", "MCoreSavePlan"]),
     ("megatron.core.dist_checkpointing.validation", &["StrictHandling"]),
     ("megatron.core.enums", &["Fp4Recipe", "Fp8Recipe", "ModelType"]),

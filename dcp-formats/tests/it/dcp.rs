@@ -1,6 +1,7 @@
 //! PyTorch's layout over a storage in memory: real checkpoints in, own checkpoints in and out,
 //! and everything that can go wrong on the way.
 
+mod byte_checkpoint;
 #[cfg(feature = "zstd")]
 mod compression;
 mod crash;

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
@@ -26,8 +27,13 @@ use crate::support;
 
 /// The files of a checkpoint that PyTorch wrote.
 pub(crate) fn fixture(name: &str) -> Arc<MemoryStorage> {
+    folder(&support::root().join(name))
+}
+
+/// The files of the checkpoint in a folder.
+pub(crate) fn folder(path: &Path) -> Arc<MemoryStorage> {
     let storage = MemoryStorage::new();
-    for entry in std::fs::read_dir(support::root().join(name)).unwrap() {
+    for entry in std::fs::read_dir(path).unwrap() {
         let path = entry.unwrap().path();
         let file = path.file_name().unwrap().to_str().unwrap().to_owned();
         if !file.starts_with("expected") {

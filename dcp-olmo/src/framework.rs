@@ -10,7 +10,7 @@ use dcp_jobs::framework::{
     Preparation, RunLayout, Taken,
 };
 use dcp_jobs::keys::StatePart;
-use dcp_jobs::{Checkpoint, Error, ErrorKind, FileJob, JobOptions, Source};
+use dcp_jobs::{Checkpoint, Error, ErrorKind, FileJob, Format, JobOptions, Source};
 
 use crate::layout::{OptimizerLayout, source_with_layout};
 use crate::unshard::{UnshardOptions, UnshardReport, unshard_checkpoint};
@@ -86,6 +86,7 @@ impl Framework for Olmo {
         &self,
         _sources: &[&Checkpoint],
         _taken: Taken<'_>,
+        _format: Format,
         options: &Options,
         _job: &JobOptions,
     ) -> Result<(), Error> {

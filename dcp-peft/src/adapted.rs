@@ -25,14 +25,13 @@ use dcp_jobs::{Error, JobOptions, Source};
 use tokio::sync::OnceCell;
 
 use crate::adapter_config::AdapterConfig;
-use crate::changes::{Change, Product, changes};
+use crate::blocks::{SEGMENT, blocks};
+use crate::changes::{Product, changes};
 use crate::factors::{FactorCache, Factors};
 use crate::lengths::Lengths;
 use crate::numbers::{elements_of, floats_of, rounded};
 use crate::product::Steps;
-
-/// The number of elements that are computed at once.
-const SEGMENT: u64 = 1 << 19;
+use crate::ties::{Base, change_twins};
 
 /// A reader of a base model with an adapter merged into it.
 pub struct Adapted {
@@ -41,6 +40,16 @@ pub struct Adapted {
     metadata: Arc<CheckpointMetadata>,
     changed: HashMap<u32, Changed>,
     factors: FactorCache,
+}
+
+/// The effect of a merge.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MergeSummary {
+    /// The number of tensors that change.
+    pub changed: usize,
+    /// Notes about tensors that change although the adapter does not name them.
+    pub notes: Vec<String>,
 }
 
 /// A tensor that is not as in the base.
@@ -60,27 +69,30 @@ impl fmt::Debug for Adapted {
 }
 
 impl Adapted {
-    /// Merges `adapter`, with its configuration, into `base` for a job. Returns the merged model and the number
-    /// of tensors that change.
+    /// Merges `adapter`, with its configuration, into `base` for a job. `stated_tie` is `tie_word_embeddings` in the
+    /// configuration of the base; `None` where it is not set.
     ///
     /// # Errors
     ///
     /// [`Unmapped`](dcp_jobs::ErrorKind::Unmapped) for tensors that the base does not have,
     /// [`Disagreement`](dcp_jobs::ErrorKind::Disagreement) for other shapes,
     /// [`Unsupported`](dcp_jobs::ErrorKind::Unsupported) for quantized weights and changes whose effect is not
-    /// known; and when an index cannot be read.
+    /// known, or that would untie a parameter whose other name the base lacks; and when a base or an index cannot be
+    /// read.
     pub async fn apply(
         base: &Source,
         adapter: &Source,
         config: &AdapterConfig,
+        stated_tie: Option<bool>,
         job: &JobOptions,
-    ) -> Result<(Source, usize), Error> {
+    ) -> Result<(Source, MergeSummary), Error> {
         let parts = [CheckedSource::new(base, job), CheckedSource::new(adapter, job)];
         let (base_metadata, adapter_metadata) =
             (parts[0].metadata().await?, parts[1].metadata().await?);
         let (base, adapter) = (Arc::clone(&parts[0].reader), Arc::clone(&parts[1].reader));
         let mut changes = changes(&base_metadata, &adapter_metadata, config)?;
-        change_tied(&base_metadata, &mut changes);
+        let of_base = Base::new(&base, &base_metadata, stated_tie);
+        let notes = change_twins(&of_base, &mut changes).await?;
         let mut metadata = CheckpointMetadata::clone(&base_metadata);
         let mut changed = HashMap::new();
         for (position, change) in changes {
@@ -97,7 +109,7 @@ impl Adapted {
             let one = Changed { stored, product: change.product, scales: OnceCell::new() };
             changed.insert(u32::try_from(position).unwrap_or(u32::MAX), one);
         }
-        let count = changed.len();
+        let summary = MergeSummary { changed: changed.len(), notes };
         let factors = FactorCache::new(adapter, adapter_metadata);
         let metadata = Arc::new(metadata);
         let view = Self { base, base_metadata, metadata, changed, factors };
@@ -105,7 +117,7 @@ impl Adapted {
         let source = Source::derived(Arc::clone(&view) as _, &parts);
         // There are two parts.
         let source = source.unwrap_or_else(|| Source::new(Arc::clone(&parts[0].storage), view));
-        Ok((source, count))
+        Ok((source, summary))
     }
 
     /// Fills `view` with `region` of a changed tensor. Returns the bytes that were read.
@@ -262,34 +274,6 @@ impl Product {
     }
 }
 
-/// A tensor that shares its stored bytes with one whose product is added changes with it, as the parameter in
-/// PEFT's memory does. One that is replaced is no longer shared.
-fn change_tied(base: &CheckpointMetadata, changes: &mut HashMap<usize, Change>) {
-    let place = |tensor: &TensorEntry| {
-        let first = tensor.chunks.iter().next()?.placement?;
-        Some((first.file, first.byte_offset))
-    };
-    let tensor = |position: usize| base.at(position).and_then(|(_, entry)| entry.as_tensor());
-    let is_added = |change: &Change| change.replaced.is_none() && change.product.is_some();
-    let shared: HashMap<_, _> = changes
-        .iter()
-        .filter(|(_, change)| is_added(change))
-        .filter_map(|(position, _)| Some((place(tensor(*position)?)?, *position)))
-        .collect();
-    let mut tied = Vec::new();
-    for (position, (_, entry)) in base.iter().enumerate() {
-        let Some(found) = entry.as_tensor() else { continue };
-        let Some(other) = place(found).and_then(|place| shared.get(&place)) else { continue };
-        let is_same = tensor(*other).is_some_and(|other| {
-            (other.dtype, &other.shape, &other.chunks) == (found.dtype, &found.shape, &found.chunks)
-        });
-        if is_same && !changes.contains_key(&position) {
-            tied.extend(changes.get(other).map(|change| (position, change.clone())));
-        }
-    }
-    changes.extend(tied);
-}
-
 /// The changed tensor. Its chunks keep their placements under an encoding that only this view reads, so that
 /// tied tensors are found to be equal.
 fn computed(metadata: &mut CheckpointMetadata, tensor: &TensorEntry) -> TensorEntry {
@@ -300,31 +284,6 @@ fn computed(metadata: &mut CheckpointMetadata, tensor: &TensorEntry) -> TensorEn
         Some(Placement { encoding, ..placement? })
     });
     computed
-}
-
-/// Cuts a region into boxes of at most `most` elements, in row-major order.
-fn blocks(region: &Region, most: u64) -> Result<Vec<Region>, CheckpointError> {
-    let mut left = vec![region.clone()];
-    let mut found = Vec::new();
-    while let Some(next) = left.pop() {
-        let axis = next.sizes().iter().position(|size| *size > 1);
-        let (Some(axis), true) = (axis, next.volume() > most) else {
-            if !next.is_empty() {
-                found.push(next);
-            }
-            continue;
-        };
-        let (start, end) = (next.offsets()[axis], next.end(axis));
-        let middle = start + (end - start) / 2;
-        let part = |from: u64, to: u64| {
-            let (mut offsets, mut sizes) = (next.offsets().clone(), next.sizes().clone());
-            (offsets[axis], sizes[axis]) = (from, to - from);
-            Region::new(offsets, sizes).map_err(PlanError::from)
-        };
-        left.push(part(middle, end)?);
-        left.push(part(start, middle)?);
-    }
-    Ok(found)
 }
 
 fn no_entry(entry: u32) -> CheckpointError {

@@ -53,13 +53,13 @@ pub struct AdapterConfig {
 /// The file, with the settings that have no field of their own in `rest`.
 #[derive(Deserialize)]
 struct File {
-    peft_type: Option<String>,
-    r: Option<u64>,
-    lora_alpha: Option<f64>,
+    peft_type: String,
+    r: Option<Value>,
+    lora_alpha: Option<Value>,
     #[serde(default)]
-    rank_pattern: Option<IndexMap<String, u64>>,
+    rank_pattern: Option<IndexMap<String, Value>>,
     #[serde(default)]
-    alpha_pattern: Option<IndexMap<String, f64>>,
+    alpha_pattern: Option<IndexMap<String, Value>>,
     #[serde(default)]
     use_rslora: bool,
     #[serde(default)]
@@ -72,9 +72,34 @@ struct File {
     rest: BTreeMap<String, Value>,
 }
 
+/// The field that makes a file a configuration of PEFT.
+#[derive(Deserialize)]
+struct Typed {
+    #[serde(rename = "peft_type")]
+    _peft_type: String,
+}
+
+fn bad(problem: impl Into<String>) -> FormatError {
+    FormatError::new(CONFIG_NAME, problem.into())
+}
+
 impl AdapterConfig {
     /// The maximum size of the file in bytes; longer ones are not read.
     pub const BYTES_MAX: u64 = 4 << 20;
+
+    /// Fails for what is no configuration of an adapter of any type.
+    ///
+    /// # Errors
+    ///
+    /// When it is no JSON object with a `peft_type`.
+    pub fn refuse_damaged(json: &[u8]) -> Result<(), FormatError> {
+        let start = json.iter().find(|byte| !byte.is_ascii_whitespace());
+        if start.is_some_and(|byte| *byte != b'{') {
+            return Err(bad("it is no JSON object"));
+        }
+        let typed: Result<Typed, _> = serde_json::from_slice(json);
+        typed.map(drop).map_err(|error| bad(error.to_string()))
+    }
 
     /// Parses an `adapter_config.json`.
     ///
@@ -83,21 +108,13 @@ impl AdapterConfig {
     /// When it is not the configuration of a LoRA adapter, or has a setting that changes the merged weights in
     /// a way that is not known. Settings of later versions of PEFT are accepted where they are off.
     pub fn parse(json: &[u8]) -> Result<Self, FormatError> {
-        let bad = |problem: String| FormatError::new(CONFIG_NAME, problem);
-        let start = json.iter().find(|byte| !byte.is_ascii_whitespace());
-        if start.is_some_and(|byte| *byte != b'{') {
-            return Err(bad("it is no JSON object".to_owned()));
-        }
+        Self::refuse_damaged(json)?;
         let file: File = serde_json::from_slice(json).map_err(|error| bad(error.to_string()))?;
-        match file.peft_type.as_deref() {
-            Some("LORA") => {}
-            Some(other) => {
-                return Err(bad(format!(
-                    "it is of an adapter of type {}, not LORA",
-                    Quoted(other)
-                )));
-            }
-            None => return Err(bad("it has no peft_type".to_owned())),
+        if file.peft_type != "LORA" {
+            return Err(bad(format!(
+                "it is of an adapter of type {}, not LORA",
+                Quoted(&file.peft_type)
+            )));
         }
         let unknown = |(name, value): (&String, &Value)| {
             (!WITHOUT_EFFECT.contains(&&**name) && !is_off(value)).then(|| name.clone())
@@ -105,7 +122,7 @@ impl AdapterConfig {
         if let Some(name) = file.rest.iter().find_map(unknown) {
             let name = Quoted(&name);
             return Err(bad(format!(
-                "the setting {name} changes the merged weights; merge the adapter with PEFT's merge_and_unload"
+                "the setting {name} changes the merged weights in a way that is not known"
             )));
         }
         let is_plain = match &file.init_lora_weights {
@@ -120,21 +137,18 @@ impl AdapterConfig {
             )));
         }
         let (Some(rank), Some(alpha)) = (file.r, file.lora_alpha) else {
-            return Err(bad("it has no r or no lora_alpha".to_owned()));
+            return Err(bad("it has no r or no lora_alpha"));
         };
-        let ranks = patterns(file.rank_pattern.unwrap_or_default())?;
-        if rank == 0 || ranks.iter().any(|(_, rank)| *rank == 0) {
-            return Err(bad("it has a rank of 0".to_owned()));
-        }
-        Ok(Self {
-            rank,
-            alpha,
-            ranks,
-            alphas: patterns(file.alpha_pattern.unwrap_or_default())?,
+        let config = Self {
+            rank: rank_of("r", &rank)?,
+            alpha: alpha_of("lora_alpha", &alpha)?,
+            ranks: patterns(file.rank_pattern, rank_of)?,
+            alphas: patterns(file.alpha_pattern, alpha_of)?,
             is_rank_stabilized: file.use_rslora,
             has_magnitudes: file.use_dora,
             is_input_first: file.fan_in_fan_out,
-        })
+        };
+        Ok(config)
     }
 
     /// The rank of the matrices of `module`.
@@ -177,13 +191,32 @@ fn is_off(value: &Value) -> bool {
     }
 }
 
+/// The rank that a setting has.
+fn rank_of(setting: &str, value: &Value) -> Result<u64, FormatError> {
+    let rank = value.as_u64().filter(|rank| *rank > 0);
+    rank.ok_or_else(|| bad(format!("the rank {} is {value}, no positive number", Quoted(setting))))
+}
+
+/// The alpha that a setting has. The factor of a product is a `float32`, whatever its rank.
+fn alpha_of(setting: &str, value: &Value) -> Result<f64, FormatError> {
+    let alpha = value.as_f64().filter(|alpha| (*alpha as f32).is_finite());
+    alpha.ok_or_else(|| bad(format!("the alpha {} is {value}, no float32", Quoted(setting))))
+}
+
 /// The expressions of a pattern as PEFT matches them: the end of a module's name, from a dot on.
-fn patterns<T>(written: IndexMap<String, T>) -> Result<Vec<(Regex, T)>, FormatError> {
-    let compiled = written.into_iter().map(|(pattern, value)| {
+fn patterns<T>(
+    written: Option<IndexMap<String, Value>>,
+    value_of: impl Fn(&str, &Value) -> Result<T, FormatError>,
+) -> Result<Vec<(Regex, T)>, FormatError> {
+    let compiled = written.unwrap_or_default().into_iter().map(|(pattern, value)| {
+        let value = value_of(&pattern, &value)?;
         let expression = Regex::new(&format!(r"^(?:.*\.)?(?:{pattern})$"));
         let expression = expression.map_err(|_| {
-            let pattern = Quoted(&pattern);
-            FormatError::new(CONFIG_NAME, format!("the pattern {pattern} is no regular expression"))
+            bad(format!(
+                "the pattern {} cannot be read; of Python's expressions, look-ahead, look-behind and \
+                 back-references are not supported",
+                Quoted(&pattern)
+            ))
         })?;
         Ok((expression, value))
     });
@@ -228,8 +261,9 @@ mod tests {
             (r#""target_parameters": ["w"]"#, "target_parameters"),
             (r#""of_a_later_version": 1"#, "of_a_later_version"),
             (r#""init_lora_weights": "pissa_niter_4""#, "pissa"),
-            (r#""rank_pattern": {"(": 2}"#, "regular expression"),
-            (r#""rank_pattern": {"q": 0}"#, "rank of 0"),
+            (r#""rank_pattern": {"(?!k)q": 2}"#, "(?!k)q"),
+            (r#""rank_pattern": {"q": 0}"#, "the rank \"q\" is 0"),
+            (r#""alpha_pattern": {"q": 1e300}"#, "the alpha \"q\" is 1e+300"),
         ] {
             let error = parse(settings).unwrap_err();
             assert!(error.contains(name), "{settings}: {error}");
@@ -256,5 +290,21 @@ mod tests {
             assert!(AdapterConfig::parse(json.as_bytes()).is_err(), "{json}");
         }
         assert!(AdapterConfig::parse(&[b'['; 100_000]).is_err());
+    }
+
+    /// An adapter that cannot be merged is no damaged one.
+    #[test]
+    fn what_is_not_merged_is_whole() {
+        for json in [
+            r#"{"peft_type": "IA3", "target_modules": ["k"]}"#,
+            r#"{"peft_type": "LORA", "r": "4", "lora_alpha": 8}"#,
+            r#"{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "lora_bias": true}"#,
+        ] {
+            assert!(AdapterConfig::refuse_damaged(json.as_bytes()).is_ok(), "{json}");
+            assert!(AdapterConfig::parse(json.as_bytes()).is_err(), "{json}");
+        }
+        for json in ["", "{", "[]", "{}", r#"{"peft_type": 1}"#, r#"{"peft_type": "LORA""#] {
+            assert!(AdapterConfig::refuse_damaged(json.as_bytes()).is_err(), "{json}");
+        }
     }
 }

@@ -12,6 +12,7 @@ use dcp_core::{CheckpointMetadata, DType};
 use dcp_jobs::{Error, ErrorKind};
 
 use crate::adapter_config::AdapterConfig;
+use crate::orientation::Orientations;
 
 const ROOT: &str = "base_model.model.";
 
@@ -20,6 +21,9 @@ const ROOT: &str = "base_model.model.";
 pub(crate) struct Change {
     /// The tensor of the adapter whose values replace those of the base.
     pub(crate) replaced: Option<usize>,
+    /// Whether a module of the adapter takes the place of that of the base, which PEFT's model then still has
+    /// wherever else it is used. Otherwise the parameter itself changes.
+    pub(crate) unties: bool,
     /// The product that is added.
     pub(crate) product: Option<Product>,
 }
@@ -67,11 +71,18 @@ impl Module {
     }
 }
 
+/// A tensor of the adapter that takes the place of one of the base, by its position.
+#[derive(Clone, Copy, Debug)]
+struct Replacement {
+    position: usize,
+    unties: bool,
+}
+
 /// The changes of an adapter, by the name of the tensor in the model.
 #[derive(Debug, Default)]
 struct Wanted {
     modules: BTreeMap<String, Module>,
-    replaced: BTreeMap<String, usize>,
+    replaced: BTreeMap<String, Replacement>,
 }
 
 impl Wanted {
@@ -86,7 +97,15 @@ impl Wanted {
             let name = fqn.strip_prefix(ROOT).ok_or_else(foreign)?;
             entry.as_tensor().ok_or_else(foreign)?;
             let Some(at) = name.find(".lora_") else {
-                wanted.replaced.insert(name.replace(".base_layer.", "."), position);
+                // The parameter below an adapted module is loaded into that of the base.
+                let unties = !name.contains(".base_layer.");
+                let name = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".");
+                let replacement = Replacement { position, unties };
+                if wanted.replaced.insert(name.clone(), replacement).is_some() {
+                    let message = format!("the adapter has two tensors for {}", Quoted(&name));
+                    return Err(Error::new(ErrorKind::Unsupported, message)
+                        .with_hint("merge the adapter with PEFT's merge_and_unload"));
+                }
                 continue;
             };
             let (module, suffix) = (&name[..at], &name[at + 1..]);
@@ -124,7 +143,11 @@ impl Root {
     fn name(&self, name: &str) -> String {
         let name = match self.dropped {
             0 => name,
-            _ => name.split_once('.').map_or(name, |(_, rest)| rest),
+            // A head has no part in front of it: `weight` alone is the end of every name.
+            _ => name
+                .split_once('.')
+                .filter(|(_, rest)| rest.contains('.'))
+                .map_or(name, |(_, rest)| rest),
         };
         format!("{}{name}", self.prefix)
     }
@@ -178,8 +201,9 @@ impl Root {
         );
         Error::new(ErrorKind::Unmapped, message).with_hint(
             "the adapter is of another model, or the base has the names of another program: \
-             `Checkpoint::convert` to hf gives it those of transformers; a weight that is tied to another is \
-             not in the base by itself",
+             `Checkpoint::convert` to hf gives it those of transformers; a head that is tied to the embedding is \
+             not in the base by itself: save the base with tie_word_embeddings false, or merge with PEFT's \
+             merge_and_unload",
         )
     }
 }
@@ -198,8 +222,9 @@ pub(crate) fn changes(
 ) -> Result<HashMap<usize, Change>, Error> {
     let wanted = Wanted::of(adapter)?;
     let root = Root::find(base, &wanted)?;
+    let orientations = Orientations::of(base);
     let mut changes: HashMap<usize, Change> = HashMap::new();
-    for (name, position) in &wanted.replaced {
+    for (name, Replacement { position, unties }) in &wanted.replaced {
         let (at, fqn, tensor) = tensor_of(base, root.name(name))?;
         let other = tensor_at(adapter, *position)?;
         if other.shape != tensor.shape {
@@ -209,16 +234,17 @@ pub(crate) fn changes(
                 format!("the adapter replaces it by {}", other.shape),
             ));
         }
-        refuse_dtype(&fqn, tensor.dtype)?;
-        refuse_dtype(name, other.dtype)?;
-        changes.insert(at, Change { replaced: Some(*position), product: None });
+        refuse_dtype(&fqn, tensor.dtype, OF_BASE)?;
+        refuse_dtype(&adapter.entry_name(*position), other.dtype, OF_ADAPTER)?;
+        let change = Change { replaced: Some(*position), unties: *unties, product: None };
+        changes.insert(at, change);
     }
     for (name, module) in &wanted.modules {
         let (at, fqn, tensor) = tensor_of(base, root.name(&format!("{name}.weight")))?;
-        refuse_dtype(&fqn, tensor.dtype)?;
-        let product = product(adapter, config, (name, module), (&fqn, tensor))?;
-        let change = changes.entry(at).or_insert(Change { replaced: None, product: None });
-        change.product = Some(product);
+        refuse_dtype(&fqn, tensor.dtype, OF_BASE)?;
+        let product = product(adapter, config, &orientations, (name, module), (&fqn, tensor))?;
+        let none = Change { replaced: None, unties: false, product: None };
+        changes.entry(at).or_insert(none).product = Some(product);
     }
     Ok(changes)
 }
@@ -227,6 +253,7 @@ pub(crate) fn changes(
 fn product(
     adapter: &CheckpointMetadata,
     config: &AdapterConfig,
+    orientations: &Orientations,
     (name, module): (&str, &Module),
     (fqn, weight): (&str, &TensorEntry),
 ) -> Result<Product, Error> {
@@ -235,6 +262,11 @@ fn product(
         Error::new(ErrorKind::Damaged, message).with_hint("save the adapter again")
     };
     let is_embedding = module.embedding_a.is_some() || module.embedding_b.is_some();
+    if is_embedding && (module.a.is_some() || module.b.is_some()) {
+        let message =
+            format!("the adapter has matrices of a layer and of an embedding for {}", Quoted(name));
+        return Err(Error::new(ErrorKind::Damaged, message).with_hint("save the adapter again"));
+    }
     let (a, b) = match is_embedding {
         false => module.a.zip(module.b).ok_or_else(incomplete)?,
         true => module.embedding_a.zip(module.embedding_b).ok_or_else(incomplete)?,
@@ -250,7 +282,10 @@ fn product(
         return Err(Error::new(ErrorKind::Unsupported, message)
             .with_hint("merge the adapter with PEFT's merge_and_unload"));
     }
-    let is_input_first = config.is_input_first() || is_embedding;
+    let is_input_first = match is_embedding {
+        true => true,
+        false => is_input_first(adapter, config, orientations, (a, b), (fqn, weight))?,
+    };
     let [outputs, inputs] = match weight.shape.as_ref() {
         [rows, columns] if is_input_first => [*columns, *rows],
         [rows, columns] => [*rows, *columns],
@@ -272,11 +307,41 @@ fn product(
             let problem = format!("{} is {} and not {:?}", Quoted(&other), tensor.shape, shape);
             return Err(mismatch(fqn, weight, problem));
         }
-        refuse_dtype(&adapter.entry_name(position), tensor.dtype)?;
+        refuse_dtype(&adapter.entry_name(position), tensor.dtype, OF_ADAPTER)?;
     }
     let (scaling, magnitudes) = (config.scaling(name), module.magnitudes);
     let is_rounded_alone = is_embedding;
     Ok(Product { a, b, magnitudes, rank, inputs, scaling, is_input_first, is_rounded_alone })
+}
+
+/// Whether the matrix `weight` is stored as inputs × outputs, as the two matrices `a` and `b` or its layer show.
+fn is_input_first(
+    adapter: &CheckpointMetadata,
+    config: &AdapterConfig,
+    orientations: &Orientations,
+    (a, b): (usize, usize),
+    (fqn, weight): (&str, &TensorEntry),
+) -> Result<bool, Error> {
+    let flag = config.is_input_first();
+    let (a, b) = (tensor_at(adapter, a)?, tensor_at(adapter, b)?);
+    let ([rows, columns], [_, inputs], [outputs, _]) =
+        (weight.shape.as_ref(), a.shape.as_ref(), b.shape.as_ref())
+    else {
+        // The comparison of shapes says which is no matrix.
+        return Ok(flag);
+    };
+    let stored = [*rows, *columns];
+    orientations.is_input_first(fqn, stored, [*outputs, *inputs], flag).ok_or_else(|| {
+        let message = format!(
+            "{} is {}, and fan_in_fan_out is set, but nothing in its layer shows that it is stored as inputs × \
+             outputs",
+            Quoted(fqn),
+            weight.shape
+        );
+        Error::new(ErrorKind::Undecided, message).with_hint(
+            "set fan_in_fan_out to false in adapter_config.json where the layers of the model are nn.Linear",
+        )
+    })
 }
 
 fn tensor_at(metadata: &CheckpointMetadata, position: usize) -> Result<&TensorEntry, Error> {
@@ -300,17 +365,24 @@ fn tensor_of(
 
 fn mismatch(fqn: &str, tensor: &TensorEntry, problem: String) -> Error {
     let message = format!("{} is {}, and {problem}", Quoted(fqn), tensor.shape);
-    Error::new(ErrorKind::Disagreement, message)
-        .with_hint("the adapter is of another model, or its configuration of another adapter")
+    Error::new(ErrorKind::Disagreement, message).with_hint(
+        "the adapter is of another model, or its configuration of another adapter; where the vocabulary grew \
+         for the training, resize the embeddings of the base first",
+    )
 }
 
+/// The way out for tensors of a base that are no plain floats.
+const OF_BASE: &str = "`Checkpoint::convert` writes a base of plain numbers first, with `Destination::dtype` or, \
+                       where it reads them, `Conversion::dequantize`";
+/// The way out for tensors of an adapter that are no plain floats.
+const OF_ADAPTER: &str = "save the adapter with float32, bfloat16 or float16 tensors";
+
 /// Refuses what is no plain float: codes of quantized weights are no numbers to add to.
-fn refuse_dtype(fqn: &str, dtype: DType) -> Result<(), Error> {
+fn refuse_dtype(fqn: &str, dtype: DType, way_out: &'static str) -> Result<(), Error> {
     if matches!(dtype, DType::Float32 | DType::BFloat16 | DType::Float16) {
         return Ok(());
     }
     let message =
         format!("{} is {dtype}, and adapters change float32, bfloat16 and float16", Quoted(fqn));
-    Err(Error::new(ErrorKind::Unsupported, message)
-        .with_hint("make quantized weights plain numbers first, with `Conversion::dequantize`"))
+    Err(Error::new(ErrorKind::Unsupported, message).with_hint(way_out))
 }

@@ -8,9 +8,8 @@ use dcp_core::format::{
     OpenOptions, OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker,
     UnfinishedSave,
 };
-use dcp_core::storage::StorageExt as _;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError,
+    CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError, StorageErrorKind,
     StorageReader as _,
 };
 use dcp_formats::hf::HfReader;
@@ -31,29 +30,32 @@ pub struct PeftFormat;
 /// The facts of an opened adapter besides its tensors, which jobs read without them.
 #[derive(Debug)]
 pub(crate) struct AdapterFacts {
-    pub(crate) config: Result<AdapterConfig, CheckpointError>,
+    /// The configuration; the reason that a merge is refused, where the adapter is whole and of a kind that is
+    /// only read.
+    pub(crate) config: Result<AdapterConfig, FormatError>,
 }
 
-/// Reads and parses the configuration of an adapter.
-async fn read_config(
-    storage: &Arc<dyn Storage>,
-    folder: &Folder<'_>,
-) -> Result<AdapterConfig, CheckpointError> {
-    let bad = |problem: String| FormatError::new(CONFIG_NAME, problem);
-    let Some(file) = folder.file(CONFIG_NAME) else {
-        return Err(bad("it is not there".to_owned()).into());
+/// Reads the configuration of an adapter. It is damaged where it is none of PEFT; one that says what a merge
+/// does not do is an adapter as any other for all other jobs.
+async fn read_config(storage: &Arc<dyn Storage>) -> Result<AdapterFacts, CheckpointError> {
+    let bad = |problem: String| CheckpointError::from(FormatError::new(CONFIG_NAME, problem));
+    let key = Key::new(CONFIG_NAME).map_err(StorageError::from)?;
+    let json = match storage.read_whole(&key, AdapterConfig::BYTES_MAX).await {
+        Ok(whole) => whole.bytes,
+        Err(error) if error.kind() == StorageErrorKind::NotFound => {
+            return Err(bad("it is not there".to_owned()));
+        }
+        Err(error) if error.kind() == StorageErrorKind::TooLarge => {
+            let max = AdapterConfig::BYTES_MAX;
+            return Err(bad(format!("it has more than {max} bytes, the most that is read")));
+        }
+        Err(error) => return Err(error.into()),
     };
-    if file.byte_len > AdapterConfig::BYTES_MAX {
-        let max = AdapterConfig::BYTES_MAX;
-        return Err(
-            bad(format!("it has {} bytes, and at most {max} are read", file.byte_len)).into()
-        );
-    }
-    let json = storage.read_range(&file.key, 0..file.byte_len).await?;
     if is_lfs_pointer(&json) {
-        return Err(bad(format!("it {LFS_PROBLEM}")).into());
+        return Err(bad(format!("it {LFS_PROBLEM}")));
     }
-    Ok(AdapterConfig::parse(&json)?)
+    AdapterConfig::refuse_damaged(&json)?;
+    Ok(AdapterFacts { config: AdapterConfig::parse(&json) })
 }
 
 #[async_trait]
@@ -85,7 +87,7 @@ impl CheckpointFormat for PeftFormat {
         if place.has_known_files() {
             return Ok(Examined::default());
         }
-        let problem = match read_config(place.storage(), &place.listing().root()).await {
+        let problem = match read_config(place.storage()).await {
             Ok(_) => None,
             Err(CheckpointError::Storage(error)) => return Err(error),
             Err(error) => Some(error.to_string()),
@@ -139,15 +141,17 @@ impl CheckpointFormat for PeftFormat {
         options: &OpenOptions,
     ) -> Result<OpenedCheckpoint, CheckpointError> {
         let storage = place.storage();
-        let config = match read_config(storage, &place.listing().root()).await {
-            Err(error) if !options.tolerant => return Err(error),
-            config => AdapterFacts { config },
+        let facts = match read_config(storage).await {
+            Err(CheckpointError::Format(error)) if options.tolerant => {
+                AdapterFacts { config: Err(error) }
+            }
+            facts => facts?,
         };
         let reader = Arc::new(weights(storage, options.tolerant)?);
         reader.metadata().await?;
         let opened = OpenedCheckpoint::new(Arc::clone(storage), Arc::clone(&reader) as _);
         let opened = opened.with_audit(Arc::clone(&reader) as _).with_extension(reader);
-        Ok(opened.with_extension(Arc::new(config)))
+        Ok(opened.with_extension(Arc::new(facts)))
     }
 }
 

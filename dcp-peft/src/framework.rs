@@ -13,6 +13,8 @@ use dcp_jobs::framework::{
 };
 use dcp_jobs::{Checkpoint, Error, ErrorKind, Format, JobOptions, Source};
 
+use serde_json::Value;
+
 use crate::adapted::Adapted;
 use crate::adapter_config::AdapterConfig;
 use crate::format::{AdapterFacts, PeftFormat};
@@ -66,7 +68,9 @@ impl AdapterOptions {
     fn config(&self, facts: &AdapterFacts) -> Result<AdapterConfig, Error> {
         facts.config.as_ref().cloned().map_err(|error| {
             let place = Quoted(self.adapter.place());
-            Error::new(ErrorKind::Damaged, format!("cannot read the adapter {place}: {error}"))
+            let message = format!("the adapter {place} cannot be merged: {}", error.problem());
+            Error::new(ErrorKind::Unsupported, message)
+                .with_hint("merge it with PEFT's merge_and_unload, and save the model")
         })
     }
 
@@ -109,6 +113,32 @@ impl FrameworkOptions for AdapterOptions {
     fn given(&self) -> Option<&'static str> {
         Some(SETTER)
     }
+
+    fn sources(&self) -> Vec<&Checkpoint> {
+        vec![&self.adapter]
+    }
+}
+
+/// Whether a checkpoint is an adapter.
+fn is_adapter(checkpoint: &Checkpoint) -> bool {
+    checkpoint.format().name == PeftFormat.info().name
+}
+
+/// The refusal to write an adapter as a model.
+fn no_model(adapter: &Checkpoint) -> Error {
+    let place = Quoted(adapter.place());
+    let message = format!("{place} is an adapter, which changes a base model and is none itself");
+    Error::new(ErrorKind::InvalidOption, message)
+        .with_hint(format!("merge it into its base, with {SETTER}"))
+}
+
+/// Whether the configuration beside a base says that its head is its embedding; `None` where it says nothing.
+async fn stated_tie(base: &Checkpoint) -> Result<Option<bool>, Error> {
+    match base.model_config(None).await {
+        Ok(config) => Ok(config.get("tie_word_embeddings").and_then(Value::as_bool)),
+        Err(error) if error.kind() == ErrorKind::Undecided => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 #[async_trait]
@@ -133,15 +163,10 @@ impl Framework for Peft {
         checkpoint: &Checkpoint,
         request: &mut Preparation<'_>,
     ) -> Result<Source, Error> {
-        let is_adapter = checkpoint.format().name == PeftFormat.info().name;
+        let is_adapter = is_adapter(checkpoint);
         let Some(options) = request.options.get::<AdapterOptions>() else {
             if is_adapter && request.format == Format::HuggingFace {
-                let message = format!(
-                    "{} is an adapter, which changes a base model and is none itself",
-                    Quoted(checkpoint.place())
-                );
-                return Err(Error::new(ErrorKind::InvalidOption, message)
-                    .with_hint(format!("merge it into its base, with {SETTER}")));
+                return Err(no_model(checkpoint));
             }
             return Ok(source);
         };
@@ -152,27 +177,37 @@ impl Framework for Peft {
         }
         let config = options.config(&*options.facts()?)?;
         let adapter = options.adapter.source();
-        let (source, count) = Adapted::apply(&source, adapter, &config, request.job).await?;
-        let count = counted(count as u64, "tensor");
+        let (source, merged) =
+            Adapted::apply(&source, adapter, &config, stated_tie(checkpoint).await?, request.job)
+                .await?;
+        let count = counted(merged.changed as u64, "tensor");
         request.notes.say(format!("merging the adapter changes {count}"));
+        merged.notes.into_iter().for_each(|note| request.notes.say(note));
         Ok(source)
     }
 
+    /// Adapters of one base may be averaged; beside other checkpoints, or as a model, their tensors mean nothing.
     async fn refuse_state(
         &self,
-        _sources: &[&Checkpoint],
+        sources: &[&Checkpoint],
         _taken: Taken<'_>,
+        format: Format,
         options: &Options,
         _job: &JobOptions,
     ) -> Result<(), Error> {
-        match options.get::<AdapterOptions>() {
-            None => Ok(()),
-            Some(_) => {
-                let message = format!("{SETTER} is for one base, and this is made of several");
-                Err(Error::new(ErrorKind::InvalidOption, message)
-                    .with_hint("merge the adapter into its base first, by `Checkpoint::convert`"))
-            }
+        if options.get::<AdapterOptions>().is_some() {
+            let message = format!("{SETTER} is for one base, and this is made of several");
+            return Err(Error::new(ErrorKind::InvalidOption, message)
+                .with_hint("merge the adapter into its base first, by `Checkpoint::convert`"));
         }
+        let Some(adapter) = sources.iter().find(|source| is_adapter(source)) else {
+            return Ok(());
+        };
+        let is_other = |source: &&Checkpoint| !is_adapter(source);
+        if format == Format::HuggingFace || sources.iter().copied().any(|one| is_other(&one)) {
+            return Err(no_model(adapter));
+        }
+        Ok(())
     }
 
     /// PEFT writes adapters.

@@ -2,15 +2,18 @@
 
 mod adapted;
 mod adapter_config;
+mod blocks;
 mod changes;
 mod factors;
 mod format;
 mod framework;
 mod lengths;
 mod numbers;
+mod orientation;
 mod product;
+mod ties;
 
-pub use adapted::Adapted;
+pub use adapted::{Adapted, MergeSummary};
 pub use adapter_config::{AdapterConfig, CONFIG_NAME};
 pub use format::{PeftFormat, WEIGHTS_NAME};
 pub use framework::{AdapterOptions, Peft};

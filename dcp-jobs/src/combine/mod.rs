@@ -130,7 +130,8 @@ impl Merge<'_> {
         let (frameworks, options) = (&first.opener.frameworks, self.destination.options());
         // Where a state is corrupt, rank 0 of a group fails, and all ranks with it.
         if let Some(job) = &job.of_coordinator() {
-            frameworks.refuse_state(&refs, &|fqn| taken.contains(fqn), options, job).await?;
+            let taken = |fqn: &str| taken.contains(fqn);
+            frameworks.refuse_state(&refs, &taken, format, options, job).await?;
         }
         let unmatched = unmatched_in(&selection, [&merged]).await?;
         let merged = selection.apply(&merged, job).await?;
@@ -227,7 +228,8 @@ impl Average<'_> {
         let (frameworks, options) = (&first.opener.frameworks, self.destination.options());
         // Where a state is corrupt, rank 0 of a group fails, and all ranks with it.
         if let Some(job) = &job.of_coordinator() {
-            frameworks.refuse_state(&refs, &|fqn| taken.contains(fqn), options, job).await?;
+            let taken = |fqn: &str| taken.contains(fqn);
+            frameworks.refuse_state(&refs, &taken, format, options, job).await?;
         }
         let rule = match sources.first() {
             Some(source) => self.destination.cast_rule(&*source.metadata().await?),

@@ -16,7 +16,7 @@ use dcp_jobs::framework::{
 };
 use dcp_jobs::run::StepNaming;
 use dcp_jobs::verify::VerifyReport;
-use dcp_jobs::{Checkpoint, Error, JobOptions, Source};
+use dcp_jobs::{Checkpoint, Error, Format, JobOptions, Source};
 
 pub use common_state::{arguments, common_state};
 pub use optimizer_options::{OptimizerForm, OptimizerOptions};
@@ -88,6 +88,7 @@ impl Framework for Megatron {
         &self,
         sources: &[&Checkpoint],
         taken: Taken<'_>,
+        _format: Format,
         options: &Options,
         job: &JobOptions,
     ) -> Result<(), Error> {

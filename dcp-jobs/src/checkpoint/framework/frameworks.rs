@@ -8,6 +8,7 @@ use dcp_core::{CheckpointMetadata, Storage, StorageError};
 use serde_json::Value;
 
 use crate::checkpoint::Checkpoint;
+use crate::checkpoint::format::Format;
 use crate::checkpoint::step_naming::StepNaming;
 use crate::error::Error;
 use crate::options::JobOptions;
@@ -113,11 +114,12 @@ impl Frameworks {
         &self,
         sources: &[&Checkpoint],
         taken: Taken<'_>,
+        format: Format,
         options: &Options,
         job: &JobOptions,
     ) -> Result<(), Error> {
         for framework in &self.frameworks {
-            framework.refuse_state(sources, taken, options, job).await?;
+            framework.refuse_state(sources, taken, format, options, job).await?;
         }
         Ok(())
     }

@@ -83,8 +83,8 @@ pub trait Framework: fmt::Debug + Send + Sync {
         request: &mut Preparation<'_>,
     ) -> Result<Source, Error>;
 
-    /// Refuses state of `sources` that must not become a part of one checkpoint that is made of all of them,
-    /// where `taken` takes any of it.
+    /// Refuses state of `sources` that must not become a part of one checkpoint of `format` that is made of all
+    /// of them, where `taken` takes any of it.
     ///
     /// # Errors
     ///
@@ -93,6 +93,7 @@ pub trait Framework: fmt::Debug + Send + Sync {
         &self,
         sources: &[&Checkpoint],
         taken: Taken<'_>,
+        format: Format,
         options: &Options,
         job: &JobOptions,
     ) -> Result<(), Error>;

@@ -4,6 +4,8 @@ use std::any::{Any, TypeId};
 use std::fmt;
 use std::sync::Arc;
 
+use crate::checkpoint::Checkpoint;
+
 /// The subject of an option of a framework, by which jobs decide whether it applies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -30,6 +32,11 @@ pub trait FrameworkOptions: Any + fmt::Debug + Send + Sync {
 
     /// The first of the options that is not the default, by its setter in backticks, as messages name it.
     fn given(&self) -> Option<&'static str>;
+
+    /// The checkpoints that the job reads for the options beside its own, which no target may touch.
+    fn sources(&self) -> Vec<&Checkpoint> {
+        Vec::new()
+    }
 }
 
 /// The options of plug-ins in a job: at most one value of each type.

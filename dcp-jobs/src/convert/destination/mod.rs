@@ -320,9 +320,14 @@ impl Destination {
         self.dtype
     }
 
-    /// Refuses a target that would touch a source.
+    /// Refuses a target that would touch `source`, or a checkpoint that the options of a plug-in read.
     pub(crate) async fn keep_apart(&self, source: &Checkpoint) -> Result<(), Error> {
-        keep_apart(source, &self.uri, self.format()?.shape()).await
+        let shape = self.format()?.shape();
+        let of_options = self.options().iter().flat_map(FrameworkOptions::sources);
+        for source in of_options.chain([source]) {
+            keep_apart(source, &self.uri, shape).await?;
+        }
+        Ok(())
     }
 }
 

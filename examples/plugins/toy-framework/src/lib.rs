@@ -78,6 +78,7 @@ impl Framework for Toy {
         &self,
         _sources: &[&Checkpoint],
         _taken: Taken<'_>,
+        _format: Format,
         _options: &Options,
         _job: &JobOptions,
     ) -> Result<(), Error> {

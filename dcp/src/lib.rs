@@ -40,7 +40,7 @@
 //! The crates behind it can be used on their own: [`core`] for the vocabulary and the traits that
 //! plug-ins implement, [`planner`] for geometry and policy, [`formats`] for the bytes,
 //! [`engine`] for the protocols. With their features, `jobs` has whole checkpoints by URL and every job
-//! on them, `megatron`, `olmo` and `peft` what these frameworks save and load, `mapping` their weights
+//! on them, `megatron`, `olmo`, `peft` and `deepspeed` what these frameworks save and load, `mapping` their weights
 //! as Hugging Face has them, `state` the state dicts of models and optimizers.
 //!
 //! # Features
@@ -61,6 +61,8 @@
 //! | `megatron` | yes | Megatron-Core's checkpoints of every age, its sharded state dicts, its save and load; brings `jobs` |
 //! | `mapping` | yes | mappings of weights between Megatron-Core's names and Hugging Face's; brings `jobs` |
 //! | `peft` | yes | adapters of PEFT, and their merge into base models; brings `jobs` |
+//! | `deepspeed` | yes | checkpoints of DeepSpeed as whole tensors; brings `jobs` |
+//! | `trainers` | yes | folders with a file for each rank, of verl, SkyRL, accelerate and torch's `_experimental`; brings `jobs` |
 //! | `state` | yes | state dicts of models and optimizers as `torch.distributed.checkpoint.state_dict` makes them |
 //! | `blocking` | yes | the API for callers without a runtime |
 //! | `zstd` | yes | reading and writing items through PyTorch's zstd extension |
@@ -77,6 +79,8 @@ mod storages;
 #[cfg(feature = "collectives")]
 pub use dcp_collectives as collectives;
 pub use dcp_core as core;
+#[cfg(feature = "deepspeed")]
+pub use dcp_deepspeed as deepspeed;
 pub use dcp_engine as engine;
 pub use dcp_formats as formats;
 #[cfg(feature = "jobs")]
@@ -98,6 +102,8 @@ pub use dcp_storage_cache as cache;
 pub use dcp_storage_fs as fs;
 #[cfg(feature = "object-storage")]
 pub use dcp_storage_object as object_storage;
+#[cfg(feature = "trainers")]
+pub use dcp_trainers as trainers;
 
 #[cfg(feature = "trace")]
 pub use dcp_trace as trace;

@@ -5,7 +5,7 @@ use dcp_core::format::FormatRegistry;
 use dcp_jobs::framework::Frameworks;
 
 /// The formats that this build opens: PyTorch DCP, safetensors and `torch.save`; with their
-/// features, those of OLMo-core, Megatron-Core and PEFT. A plug-in registers its own in addition.
+/// features, those of OLMo-core, Megatron-Core, PEFT and DeepSpeed. A plug-in registers its own in addition.
 #[must_use]
 pub fn default_formats() -> FormatRegistry {
     #[cfg(feature = "jobs")]
@@ -18,11 +18,15 @@ pub fn default_formats() -> FormatRegistry {
     let formats = formats.with(std::sync::Arc::new(dcp_megatron::MegatronCoreFormat));
     #[cfg(feature = "peft")]
     let formats = formats.with(std::sync::Arc::new(dcp_peft::PeftFormat));
+    #[cfg(feature = "deepspeed")]
+    let formats = formats.with(std::sync::Arc::new(dcp_deepspeed::DeepSpeedFormat));
+    #[cfg(feature = "trainers")]
+    let formats = formats.with(std::sync::Arc::new(dcp_trainers::RankFilesFormat));
     formats
 }
 
 /// The frameworks and the mapping that add to jobs in this build: with their features, Megatron-Core, OLMo-core,
-/// PEFT and the mapping of names. A plug-in adds its own.
+/// PEFT, DeepSpeed and the mapping of names. A plug-in adds its own.
 #[cfg(feature = "jobs")]
 #[must_use]
 pub fn default_frameworks() -> Frameworks {
@@ -34,6 +38,10 @@ pub fn default_frameworks() -> Frameworks {
     let frameworks = frameworks.with(std::sync::Arc::new(dcp_olmo::Olmo));
     #[cfg(feature = "peft")]
     let frameworks = frameworks.with(std::sync::Arc::new(dcp_peft::Peft));
+    #[cfg(feature = "deepspeed")]
+    let frameworks = frameworks.with(std::sync::Arc::new(dcp_deepspeed::DeepSpeed));
+    #[cfg(feature = "trainers")]
+    let frameworks = frameworks.with(std::sync::Arc::new(dcp_trainers::RankFiles));
     #[cfg(feature = "mapping")]
     let frameworks = frameworks.with_mapping(std::sync::Arc::new(dcp_mapping::FamilyMapping));
     frameworks

@@ -5,19 +5,24 @@ use std::collections::BTreeSet;
 use crate::formats;
 use xtask_host::workspace;
 
-/// The features of the facade that are frameworks, and the crate of each.
-const FRAMEWORKS: [(&str, &str); 4] = [
-    ("mapping", "dcp-mapping"),
-    ("megatron", "dcp-megatron"),
-    ("olmo", "dcp-olmo"),
-    ("peft", "dcp-peft"),
+/// The frameworks: the feature of the facade, the crate that it brings, and what else it must not bring.
+const FRAMEWORKS: [(&str, &str, &[&str]); 6] = [
+    ("megatron", "dcp-megatron", SETTINGS),
+    ("olmo", "dcp-olmo", SETTINGS),
+    ("mapping", "dcp-mapping", &["dcp-storage-object"]),
+    ("peft", "dcp-peft", SETTINGS),
+    ("deepspeed", "dcp-deepspeed", SETTINGS),
+    ("trainers", "dcp-trainers", SETTINGS),
 ];
 
-/// Features of the facade beside its frameworks, and crates that they must not bring.
+/// What reads the settings of jobs, and another storage.
+const SETTINGS: &[&str] = &["dcp-storage-object", "toml", "saphyr-parser"];
+
+/// Features of the facade without a framework, and what else they must not bring.
 const WITHOUT: [(&str, &[&str]); 3] = [
     ("fs", &["dcp-jobs", "dcp-storage-object"]),
     // A trainer with the manager of a run.
-    ("fs,jobs,collectives,blocking", &["dcp-storage-object", "toml", "saphyr-parser"]),
+    ("fs,jobs,collectives,blocking", SETTINGS),
     ("memory", &["dcp-storage-fs", "dcp-jobs"]),
 ];
 
@@ -42,35 +47,25 @@ fn built_from(package: &str, features: &str) -> BTreeSet<String> {
     names.lines().filter_map(|line| Some(line.split(' ').next()?.to_owned())).collect()
 }
 
-/// Fails where a build with these features has a crate of another framework, or one of `never`.
-fn brings_only(features: &str, framework: Option<&str>, never: &[&str]) {
-    let built = built_from("distcp", features);
-    assert!(built.contains("dcp-core"), "{features}: {built:?}");
-    let others = FRAMEWORKS.into_iter().filter(|(feature, _)| Some(*feature) != framework);
-    for name in others.map(|(_, name)| name).chain(never.iter().copied()) {
-        assert!(!built.contains(name), "{features} brings {name}");
-    }
-}
-
 #[test]
 fn a_feature_brings_no_framework_but_its_own() {
-    for (features, never) in WITHOUT {
-        brings_only(features, None, never);
-    }
-    for (feature, _) in FRAMEWORKS {
-        // A mapping is a file of TOML or YAML.
-        let never: &[&str] = match feature {
-            "mapping" => &["dcp-storage-object"],
-            _ => &["dcp-storage-object", "toml", "saphyr-parser"],
-        };
-        brings_only(&format!("fs,{feature}"), Some(feature), never);
+    let none = WITHOUT.iter().map(|(features, never)| (features.to_string(), "", *never));
+    let one =
+        FRAMEWORKS.iter().map(|(feature, own, never)| (format!("fs,{feature}"), *own, *never));
+    for (features, own, never) in none.chain(one) {
+        let built = built_from("distcp", &features);
+        assert!(built.contains("dcp-core"), "{features}: {built:?}");
+        let others = FRAMEWORKS.iter().map(|(_, name, _)| name).filter(|name| **name != own);
+        for name in never.iter().chain(others) {
+            assert!(!built.contains(*name), "{features} brings {name}");
+        }
     }
 }
 
 #[test]
 fn the_default_features_bring_every_framework() {
     let built = built_from("distcp", "default");
-    for name in FRAMEWORKS.map(|(_, name)| name).into_iter().chain(["dcp-jobs"]) {
+    for name in FRAMEWORKS.iter().map(|(_, name, _)| *name).chain(["dcp-jobs"]) {
         assert!(built.contains(name), "{name}");
     }
 }

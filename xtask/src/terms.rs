@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use xtask_host::workspace;
 
 /// Crates whose messages reach programs.
-const LIBRARY: [&str; 12] = [
+const LIBRARY: [&str; 14] = [
     "dcp-core",
     "dcp-planner",
     "dcp-formats",
@@ -16,6 +16,8 @@ const LIBRARY: [&str; 12] = [
     "dcp-jobs",
     "dcp-olmo",
     "dcp-peft",
+    "dcp-deepspeed",
+    "dcp-trainers",
     "dcp-mapping",
     "dcp-megatron",
 ];

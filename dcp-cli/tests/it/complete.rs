@@ -81,6 +81,7 @@ fn steps() -> Vec<Step> {
             dcp_testing::copy_folder(&model, &to.join("model_and_optim"));
         }),
         step("an adapter of peft", copied("../peft/lora/ckpt")),
+        step("files of ranks", copied("../trainers/t24_fsdp1_mesh_2r/ckpt/global_step_2/actor")),
         step("megatron", copied("../megatron/tp2_basic/ckpt")),
         step("megatron by ranks", copied("../megatron/run_legacy_torch_tp2/iter_0000010")),
     ]
@@ -298,14 +299,6 @@ fn other_programs() -> Vec<(&'static str, Step)> {
                 fs::write(to.join("metadata.pkl"), b"\x80\x04}.").unwrap();
             }),
         ),
-        (
-            "DeepSpeed",
-            step("partitions of an optimizer", |to| {
-                torch(to, "mp_rank_00_model_states.pt");
-                torch(to, "zero_pp_rank_0_mp_rank_00_optim_states.pt");
-            }),
-        ),
-        ("verl", step("a file for each rank", |to| torch(to, "model_world_size_1_rank_0.pt"))),
         ("accelerate", step("its full state", |to| torch(to, "pytorch_model_fsdp.bin"))),
         ("files of torch.save", step("files of no known program", |to| torch(to, "weights.pt"))),
     ]

@@ -11,6 +11,7 @@ mod convert;
 mod copy;
 mod copy_whole;
 mod damaged;
+mod deepspeed;
 mod diff;
 mod errors;
 mod get;
@@ -42,6 +43,7 @@ mod prune_keeps;
 #[cfg(unix)]
 mod prune_verifies;
 mod quantized;
+mod rank_files;
 mod ranks;
 mod ranks_bucket;
 mod ranks_compare;

@@ -15,6 +15,7 @@ mod convert;
 mod cursor;
 mod dump;
 mod foreign;
+mod harmless_names;
 mod limits;
 mod machine;
 mod memo;

@@ -38,6 +38,14 @@ pub(super) struct Leaf {
     pub(super) node: NodeId,
 }
 
+impl Leaf {
+    /// A leaf below this one.
+    pub(super) fn part(&self, number: u64) -> Self {
+        let path: StatePath = self.path.iter().cloned().chain([PathItem::Index(number)]).collect();
+        Self { fqn: PathItem::flat_name(&path).into(), path, node: self.node }
+    }
+}
+
 /// The leaves of a file's object.
 #[derive(Debug)]
 pub(super) struct Leaves {

@@ -7,7 +7,8 @@ use dcp_core::metadata::{Encoding, Entry, Layout, ObjectEntry, Placement, Tensor
 use dcp_core::{CheckpointMetadata, Dims, FormatError, Key, Value};
 
 use super::contents::{Contents, LIMITS};
-use super::flatten::{Leaves, flatten};
+use super::distributed::{DistributedTensor, Meshes, distributed};
+use super::flatten::{self, Leaves, flatten};
 use crate::pickle::{ForeignName, Node, NodeId, Pickle};
 use crate::torch_tensor::{ByteOrder, TensorLayout, wrapped};
 use crate::torch_zip::{Method, Record};
@@ -32,6 +33,8 @@ pub(super) struct Index {
     pub(super) foreign: Vec<ForeignName>,
     /// Observations about the names of leaves.
     pub(super) notes: Vec<String>,
+    /// Tensors of several ranks, where the file is read as that of one rank.
+    pub(super) distributed: Vec<DistributedTensor>,
 }
 
 /// The origin of an entry.
@@ -46,7 +49,9 @@ pub(super) enum Leaf {
 }
 
 impl Index {
-    pub(super) fn new(key: &Key, contents: Contents) -> Result<Self, FormatError> {
+    /// The index of a file. With `of_rank`, tensors of several ranks are shown by the tensors that the file has of
+    /// them, the first under the name of the whole.
+    pub(super) fn new(key: &Key, contents: Contents, of_rank: bool) -> Result<Self, FormatError> {
         let pickle = Pickle::parse(&contents.pickle, &LIMITS)?;
         let mut metadata = CheckpointMetadata::new();
         let provenance = metadata.provenance_mut();
@@ -67,13 +72,12 @@ impl Index {
         let kept = kept.fold(0, u64::saturating_add);
         let mut expansion_left = kept.saturating_mul(EXPANDED_RATIO).saturating_add(EXPANDED_MIN);
         let mut leaves = Vec::new();
-        let Leaves { all, notes } = flatten(&pickle)?;
-        for leaf in all {
-            let named = |error: FormatError| {
-                let problem = format!("{:?}: {}", leaf.fqn, error.problem());
-                FormatError::new("torch.save file", problem).at(error.byte_offset().unwrap_or(0))
-            };
-            let layout = TensorLayout::from_node(&pickle, leaf.node).map_err(named)?;
+        let (mut meshes, mut found) = (Meshes::new(), Vec::new());
+        let mut add = |leaf: flatten::Leaf,
+                       layout: Option<TensorLayout>,
+                       metadata: &mut CheckpointMetadata|
+         -> Result<(), FormatError> {
+            let named = |error: FormatError| in_leaf(&leaf.fqn, &error);
             let (entry, part) = match layout.filter(is_plain) {
                 Some(layout) => {
                     let record = contents.storage(layout.storage()).map_err(named)?;
@@ -100,6 +104,38 @@ impl Index {
             };
             metadata.insert(leaf.fqn, entry);
             leaves.push(part);
+            Ok(())
+        };
+        let Leaves { all, notes } = flatten(&pickle)?;
+        for leaf in all {
+            let named = |error: FormatError| in_leaf(&leaf.fqn, &error);
+            let whole = match of_rank {
+                true => distributed(&pickle, leaf.node, &mut meshes).map_err(named)?,
+                false => None,
+            };
+            let Some(whole) = whole else {
+                let layout = TensorLayout::from_node(&pickle, leaf.node).map_err(named)?;
+                add(leaf, layout, &mut metadata)?;
+                continue;
+            };
+            let (fqn, path) = (Arc::clone(&leaf.fqn), leaf.path.clone());
+            let mut locals = Vec::with_capacity(whole.locals.len());
+            for (number, layout) in (0..).zip(whole.locals) {
+                let part = match number {
+                    0 => {
+                        flatten::Leaf { fqn: Arc::clone(&fqn), path: path.clone(), node: leaf.node }
+                    }
+                    _ => leaf.part(number),
+                };
+                if metadata.get(&part.fqn).is_some() || !is_plain(&layout) {
+                    let problem = "its shards have no names of their own, or packed elements";
+                    return Err(in_leaf(&fqn, &FormatError::new("torch.save file", problem)));
+                }
+                locals.push(metadata.len());
+                add(part, Some(layout), &mut metadata)?;
+            }
+            let (dtype, shape, division) = (whole.dtype, whole.shape, whole.division);
+            found.push(DistributedTensor { fqn, path, dtype, shape, division, locals });
         }
         let records = contents.storages.values().filter(|r| r.method == Method::Stored);
         let checksums = records
@@ -111,8 +147,14 @@ impl Index {
         let foreign = pickle.foreign_names();
         drop(pickle);
         let (metadata, checksums) = (Arc::new(metadata), Arc::new(checksums));
-        Ok(Self { contents, metadata, leaves, by_start, checksums, foreign, notes })
+        let distributed = found;
+        Ok(Self { contents, metadata, leaves, by_start, checksums, foreign, notes, distributed })
     }
+}
+
+fn in_leaf(fqn: &str, error: &FormatError) -> FormatError {
+    let problem = format!("{fqn:?}: {}", error.problem());
+    FormatError::new("torch.save file", problem).at(error.byte_offset().unwrap_or(0))
 }
 
 /// The value of a node that is a number or a short string. Files have up to millions of them, and

@@ -15,6 +15,7 @@
 mod audit;
 mod compose;
 mod contents;
+mod distributed;
 mod file;
 mod flatten;
 mod format;
@@ -34,6 +35,7 @@ mod write;
 
 pub(crate) use contents::check_stream;
 pub use contents::{MAGIC_LEN, is_torch_save};
+pub use distributed::{DistributedTensor, MeshPlacement, RankDivision, RankMesh};
 pub use format::{FILE_ENDINGS, TorchSaveFormat};
 pub use graphs::TorchSaveGraphs;
 pub use reader::{FileRecord, TorchSaveReader};

@@ -18,6 +18,7 @@ use dcp_core::{
 use futures_util::lock::Mutex;
 
 use super::contents::Contents;
+use super::distributed::DistributedTensor;
 use super::graphs::TorchSaveGraphs;
 use super::index::{Index, Leaf};
 use super::inflated::Inflated;
@@ -50,6 +51,7 @@ pub struct TorchSaveReader {
     key: Key,
     index: Mutex<Option<Arc<Index>>>,
     inflated: Inflated,
+    of_rank: bool,
 }
 
 /// A record of a file, and the tensors that use it.
@@ -76,7 +78,25 @@ impl TorchSaveReader {
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, key: Key) -> Self {
         let storage = Arc::new(ListedStorage::unlisted(storage));
-        Self { storage, key, index: Mutex::new(None), inflated: Inflated::default() }
+        let inflated = Inflated::default();
+        Self { storage, key, index: Mutex::new(None), inflated, of_rank: false }
+    }
+
+    /// A reader of the file `key` as that of one rank: tensors of several ranks are shown by the tensors that the file
+    /// has of them, the first under the name of the whole, and [`distributed`](Self::distributed) says of which part
+    /// they are.
+    #[must_use]
+    pub fn of_rank(storage: Arc<dyn Storage>, key: Key) -> Self {
+        Self { of_rank: true, ..Self::new(storage, key) }
+    }
+
+    /// The tensors of several ranks, where the file is [read as that of one](Self::of_rank).
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn distributed(&self) -> Result<Vec<DistributedTensor>, CheckpointError> {
+        Ok(self.index().await?.distributed.clone())
     }
 
     /// The file.
@@ -297,7 +317,8 @@ impl TorchSaveReader {
             return Ok(Arc::clone(index));
         }
         let contents = Contents::read(&*self.storage, &self.key).await?;
-        let loaded = Index::new(&self.key, contents).map_err(|error| self.locate(error))?;
+        let loaded =
+            Index::new(&self.key, contents, self.of_rank).map_err(|error| self.locate(error))?;
         Ok(Arc::clone(index.insert(Arc::new(loaded))))
     }
 

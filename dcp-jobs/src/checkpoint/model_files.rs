@@ -13,6 +13,7 @@ use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer, is_pointer_file
 use futures_util::StreamExt as _;
 
 use crate::checkpoint::Checkpoint;
+use crate::checkpoint::framework::ModelFolder;
 use crate::checkpoint::notes::Notes;
 use crate::checkpoint::opener::Opener;
 use crate::checkpoint::small_file::read_at_most;
@@ -288,6 +289,9 @@ pub(crate) async fn pointers_of(checkpoint: &Checkpoint) -> Result<Vec<Key>, Err
 /// The files that belong to a Hugging Face model, without its weights; none where the checkpoint is of
 /// another format.
 async fn files_of(checkpoint: &Checkpoint) -> Result<Beside, Error> {
+    if let Some(folder) = checkpoint.source.extension::<ModelFolder>() {
+        return beside_weights(&**folder.storage(), &checkpoint.place).await;
+    }
     if !checkpoint.is_model_folder() {
         return Ok(Beside::default());
     }

@@ -11,4 +11,5 @@ pub(crate) mod ties;
 
 pub use crate::error::ReadRefusal;
 pub use objects::{ObjectResult, read_object, read_objects};
+pub use runs::boxes;
 pub use tensor_read::TensorReader;

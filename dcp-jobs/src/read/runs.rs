@@ -9,7 +9,8 @@ use dcp_core::{Dims, Region};
 /// most `2 * ndim - 1` of them.
 ///
 /// Elements beyond the end of the tensor are ignored.
-pub(crate) fn boxes(shape: &[u64], range: Range<u64>) -> Vec<Region> {
+#[must_use]
+pub fn boxes(shape: &[u64], range: Range<u64>) -> Vec<Region> {
     let total = dcp_core::dims::checked_volume(shape).unwrap_or(0);
     let range = range.start.min(total)..range.end.min(total);
     // The number of elements that one step along each axis skips.

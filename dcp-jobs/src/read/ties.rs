@@ -22,12 +22,14 @@ pub(crate) fn places(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Opt
 }
 
 /// Tensors with the same placement and encoding as an earlier one: by position, with the name of
-/// the earlier one.
+/// the earlier one. A number that several tensors share, as the step of all parameters of a group, is no tie.
 pub(crate) fn ties(metadata: &CheckpointMetadata) -> HashMap<usize, Arc<str>> {
     let mut first: HashMap<_, &Arc<str>> = HashMap::new();
     let mut tied = HashMap::new();
     for (index, (fqn, entry)) in metadata.iter().enumerate() {
-        let Some(tensor) = entry.as_tensor().filter(|t| t.byte_len() != Some(0)) else { continue };
+        let is_array =
+            |tensor: &&TensorEntry| tensor.byte_len() != Some(0) && tensor.shape.ndim() > 0;
+        let Some(tensor) = entry.as_tensor().filter(is_array) else { continue };
         let Some(places) = places(metadata, tensor).filter(|p| !p.is_empty()) else { continue };
         let same = (tensor.dtype, tensor.shape.clone(), places);
         match first.get(&same) {

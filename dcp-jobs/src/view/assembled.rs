@@ -226,14 +226,48 @@ impl AssembledBuilder {
         shape: impl Into<Dims>,
         pieces: Vec<Piece>,
     ) -> Result<(), JobError> {
-        let (fqn, shape) = (fqn.into(), shape.into());
+        self.add_tensor(fqn.into(), path, dtype, shape.into(), pieces, true)
+    }
+
+    /// Adds a tensor that consists of `pieces`, as [`tensor`](Self::tensor), which is no tie of another tensor of the
+    /// same pieces: each is written by itself.
+    ///
+    /// # Errors
+    ///
+    /// As [`tensor`](Self::tensor).
+    pub fn copied_tensor(
+        &mut self,
+        fqn: impl Into<Arc<str>>,
+        path: Option<StatePath>,
+        dtype: DType,
+        shape: impl Into<Dims>,
+        pieces: Vec<Piece>,
+    ) -> Result<(), JobError> {
+        self.add_tensor(fqn.into(), path, dtype, shape.into(), pieces, false)
+    }
+
+    fn add_tensor(
+        &mut self,
+        fqn: Arc<str>,
+        path: Option<StatePath>,
+        dtype: DType,
+        shape: Dims,
+        pieces: Vec<Piece>,
+        may_be_tied: bool,
+    ) -> Result<(), JobError> {
         check_cover(&fqn, &shape, &pieces)?;
         let mut tensor = TensorEntry::new(dtype, shape.clone());
         tensor.path = path;
         let mut chunks = ChunkTable::new(shape.ndim());
         for piece in &pieces {
             self.check_piece(&fqn, dtype, piece)?;
-            let placement = self.place(dtype, &piece.from)?;
+            let placement = match may_be_tied {
+                true => self.place(dtype, &piece.from)?,
+                false => {
+                    let place = self.new_place();
+                    self.made_up(place)?
+                }
+            };
             let pushed = chunks.push(piece.region.offsets(), piece.region.sizes(), Some(placement));
             pushed.map_err(|error| FormatError::new("index", error.to_string()))?;
         }

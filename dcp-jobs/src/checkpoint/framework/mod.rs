@@ -18,6 +18,7 @@
 
 mod frameworks;
 mod mapping;
+mod model_folder;
 mod options;
 mod report;
 mod target;
@@ -46,6 +47,7 @@ use crate::source::Source;
 pub use frameworks::Frameworks;
 pub(crate) use mapping::refuse_idle_config;
 pub use mapping::{NameMapping, Named, Towards};
+pub use model_folder::ModelFolder;
 pub use options::{Concern, FrameworkOptions, Options};
 pub use report::PluginReport;
 pub use target::{FrameworkTarget, TargetLayout, TargetRequest};

@@ -147,9 +147,9 @@ fn missing(groups: &[Group], world: u32) -> Option<String> {
     })
 }
 
-/// The folder of a role that has files of ranks, in the folder of a step: `actor` before others. The folders of a run
-/// are steps, not roles.
-pub(crate) fn role_in(folder: &Folder<'_>) -> Option<String> {
+/// The folders of roles that have files of ranks, in the folder of a step: the one first that the step is opened at.
+/// The folders of a run are steps, not roles.
+pub(crate) fn roles_in(folder: &Folder<'_>) -> Vec<String> {
     let is_step = step_of(folder.name()).is_some();
     let is_role = |below: &Folder<'_>| is_step || ROLES.contains(&below.name());
     let roles = folder.folders().filter(is_role).filter(|below| {
@@ -161,5 +161,5 @@ pub(crate) fn role_in(folder: &Folder<'_>) -> Option<String> {
     roles.sort_by_key(|name| {
         (ROLES.iter().position(|role| role == name).unwrap_or(ROLES.len()), name.clone())
     });
-    roles.into_iter().next()
+    roles
 }

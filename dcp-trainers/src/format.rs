@@ -17,7 +17,9 @@ use dcp_formats::incomplete_files::describe;
 use dcp_jobs::framework::ModelFolder;
 
 use crate::checkpoint::{NAME, open_folder};
-use crate::folder::{MODEL_FOLDER, RankFolder, STEP, WORLD_FILE, WORLD_FILE_MAX, role_in, step_of};
+use crate::folder::{
+    MODEL_FOLDER, RankFolder, STEP, WORLD_FILE, WORLD_FILE_MAX, roles_in, step_of,
+};
 use crate::names::{Program, RankName};
 
 /// The tracker of a run of verl. Megatron-LM and ByteCheckpoint have one of the same name.
@@ -63,7 +65,8 @@ async fn read_folder(place: &Place) -> Result<Option<RankFolder>, StorageError> 
 /// Whether a folder is a step with rank files in it or in the folder of a role.
 fn is_step(folder: &Folder<'_>) -> bool {
     let is_rank = |(name, _): (&str, _)| matches!(RankName::parse(name), Some(Ok(_)));
-    step_of(folder.name()).is_some() && (folder.files().any(is_rank) || role_in(folder).is_some())
+    step_of(folder.name()).is_some()
+        && (folder.files().any(is_rank) || !roles_in(folder).is_empty())
 }
 
 #[async_trait]
@@ -75,8 +78,8 @@ impl CheckpointFormat for RankFilesFormat {
 
     fn peeks(&self, folder: &Folder<'_>) -> Vec<Peek> {
         let mut peeks = Vec::new();
-        let role = role_in(folder).and_then(|role| folder.folder(&role));
-        for at in [Some(*folder), role].into_iter().flatten() {
+        let roles = roles_in(folder).into_iter().filter_map(|role| folder.folder(&role));
+        for at in std::iter::once(*folder).chain(roles) {
             if let Some(key) = at.has(WORLD_FILE).then(|| at.key(WORLD_FILE)).flatten() {
                 peeks.push(Peek::new(key, WORLD_FILE_MAX));
             }
@@ -93,12 +96,14 @@ impl CheckpointFormat for RankFilesFormat {
             let description = format!("has a file of each rank, as {title} writes them");
             return Some(Recognized::new(Evidence::Index, description).with_problem(found.problem));
         }
-        if let Some(role) = role_in(folder) {
-            let below = folder.folder(&role).and_then(|below| found_in(&below));
-            let problem = below.and_then(|found| found.problem);
-            let problem = problem.map(|problem| format!("{role}: {problem}"));
+        let roles = roles_in(folder);
+        if let Some(first) = roles.first() {
+            let problem = roles.iter().find_map(|role| {
+                let below = found_in(&folder.folder(role)?)?;
+                Some(format!("{role}: {}", below.problem?))
+            });
             let found = Recognized::new(Evidence::Index, "is a step of verl");
-            return Some(found.with_problem(problem).with_inner(Some(role)));
+            return Some(found.with_problem(problem).with_inner(Some(first.clone())));
         }
         folder
             .folders()
@@ -114,10 +119,16 @@ impl CheckpointFormat for RankFilesFormat {
     async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
         let root = place.listing().root();
         if found_in(&root).is_none() {
-            let Some(role) = role_in(&root) else { return Ok(Examined::default()) };
-            let mut found = self.examine(&place.below(&role)?).await?;
-            found.problem = found.problem.map(|problem| format!("{role}: {problem}"));
-            return Ok(found);
+            // A step is whole when each of its roles is.
+            let mut whole = Examined::default();
+            for role in roles_in(&root) {
+                whole = self.examine(&place.below(&role)?).await?;
+                whole.problem = whole.problem.map(|problem| format!("{role}: {problem}"));
+                if whole.problem.is_some() || whole.unsupported.is_some() {
+                    break;
+                }
+            }
+            return Ok(whole);
         }
         if place.has_known_files() {
             return Ok(Examined::default());
@@ -198,7 +209,7 @@ impl CheckpointFormat for RankFilesFormat {
     fn owns(&self, folder: &Folder<'_>, name: &str) -> bool {
         let found = found_in(folder);
         found.is_some_and(|found| name == WORLD_FILE || found.files().any(|file| file == name))
-            || role_in(folder).is_some_and(|role| role == name)
+            || roles_in(folder).iter().any(|role| role == name)
     }
 
     fn occupant(&self, folder: &Folder<'_>) -> Option<Occupant> {

@@ -204,6 +204,35 @@ fn damage_is_refused_by_name_and_no_folder_of_it_is_complete() {
     });
 }
 
+/// A step opens at its actor, and is whole when its critic is as well.
+#[test]
+fn a_step_is_whole_when_each_of_its_roles_is() {
+    let run = tempfile::tempdir().unwrap();
+    let step = run.path().join("global_step_2");
+    copy_folder(&folder(BUFFERS, "global_step_2/actor"), &step.join("actor"));
+    let critic = folder("verl_critic_fsdp2_4r", "global_step_2/critic");
+    copy_folder(&critic, &step.join("critic"));
+    block_on(async {
+        let state = async || {
+            let listing = opener().list(run.path().to_str().unwrap()).await.unwrap();
+            let entry = listing.entries.iter().find(|entry| entry.name == "global_step_2").unwrap();
+            (entry.complete, format!("{entry:?}"))
+        };
+        assert_eq!(state().await.0, Some(true));
+        let file = step.join("critic/model_world_size_4_rank_2.pt");
+        let bytes = fs::read(&file).unwrap();
+        for (len, said) in [(Some(bytes.len() / 2), "critic: "), (None, "is missing")] {
+            match len {
+                Some(len) => fs::write(&file, &bytes[..len]).unwrap(),
+                None => fs::remove_file(&file).unwrap(),
+            }
+            let (complete, entry) = state().await;
+            assert_ne!(complete, Some(true), "{entry}");
+            assert!(entry.contains(said) && entry.contains("rank_2.pt"), "{entry}");
+        }
+    });
+}
+
 #[test]
 fn a_folder_of_an_older_verl_has_no_configuration_of_its_world() {
     let run = tempfile::tempdir().unwrap();

@@ -3,8 +3,7 @@
 use clap::Args;
 use dcp::core::format::WantedKeys;
 use dcp::jobs::Need;
-use dcp::jobs::inspect::Inspected;
-use dcp::jobs::inspect::KeySummary;
+use dcp::jobs::inspect::{Inspected, KeySummary, Summary};
 use dcp::jobs::keys::unmatched_patterns;
 use dcp::jobs::{JobError, Source};
 use dcp::megatron::jobs::Description;
@@ -140,12 +139,24 @@ pub(crate) fn inspect(args: &Inspect, session: &Session) -> Result<(), Failure> 
     }
 }
 
+/// Names the chunks that have no file: the framework of the checkpoint puts them together when they are read.
+fn name_assembled(summary: &mut Summary) {
+    for key in summary.keys.values_mut() {
+        let KeySummary::Tensor(tensor) = key else { continue };
+        let nowhere = tensor.chunks.iter_mut().filter(|chunk| chunk.file.is_none());
+        nowhere.for_each(|chunk| chunk.file = Some("assembled".to_owned()));
+    }
+}
+
 /// Prints what there is, also of a checkpoint that is not whole.
-fn show(args: &Inspect, inspected: Inspected, out: &Output) -> Result<(), Failure> {
-    let summary = &inspected.summary;
+fn show(args: &Inspect, mut inspected: Inspected, out: &Output) -> Result<(), Failure> {
     if args.json {
         return out.json(&inspected);
     }
+    if inspected.framework.is_some() {
+        name_assembled(&mut inspected.summary);
+    }
+    let summary = &inspected.summary;
     if let Some(fqn) = &args.shards {
         return match summary.keys.get(fqn.as_str()) {
             Some(KeySummary::Tensor(tensor)) => out.write(&shards::render(fqn, tensor, out)),

@@ -36,3 +36,18 @@ fn a_role_is_written_as_a_model_with_its_tokenizer() {
     let averaged = path(&folder, "averaged");
     dcp(["average", RUN, &dcp_target, "--out", &averaged, "--to", "dcp"]).ok();
 }
+
+#[test]
+fn inspect_shows_the_files_of_ranks_and_what_is_put_together() {
+    let folder = "../deepspeed/z3_fp16_w4_subgroups/ckpt";
+    for (uri, file, tensor) in [
+        (RUN, "model_world_size_4_rank_3.pt", "model.model.embed_tokens.weight"),
+        (folder, "zero_pp_rank_3_mp", "model.emb.weight"),
+    ] {
+        let all = dcp(["inspect", uri]).stdout;
+        assert!(all.contains(file) && all.contains("assembled"), "{all}");
+        let one = dcp(["inspect", uri, "--shards", tensor]).stdout;
+        assert!(one.contains("assembled"), "{one}");
+        assert!(!all.contains("nowhere") && !one.contains("nowhere"), "{all}{one}");
+    }
+}

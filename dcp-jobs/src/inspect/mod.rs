@@ -14,6 +14,8 @@ use serde::{Serialize, Serializer};
 pub use sidecar_summary::{Coverage, SidecarFacts, SidecarSummary};
 pub use summary::{ChunkSummary, KeySummary, Summary, TensorSummary, inspect};
 
+use summary::natural;
+
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::framework::PluginReport;
 use crate::checkpoint::setters::job_options;
@@ -68,7 +70,8 @@ impl Checkpoint {
         for meta in listing.objects() {
             let name = meta.key.as_str();
             let folder = name.split('/').next().unwrap_or_default();
-            if name.ends_with(".pt") && self.opener.formats.owns(&root, folder) {
+            let is_archive = [".pt", ".bin"].iter().any(|ending| name.ends_with(ending));
+            if is_archive && self.opener.formats.owns(&root, folder) {
                 files.insert(name.to_owned(), Some(meta.byte_len));
             }
         }
@@ -166,8 +169,9 @@ impl<'a> Inspection<'a> {
             // That of the index below says nothing of the framework.
             summary.version = None;
         }
-        if summary.files.is_empty() && all {
-            summary.files = checkpoint.rank_files().await?;
+        if all {
+            summary.files.extend(checkpoint.rank_files().await?);
+            summary.files.sort_by_cached_key(|name, _| natural(name));
         }
         let problem = match checkpoint.incomplete().await? {
             Some(problem) => Some(problem),

@@ -262,7 +262,7 @@ async fn objects(
 }
 
 /// A sort key that orders `__0_9` before `__0_10`.
-fn natural(name: &str) -> Vec<(u128, String)> {
+pub(super) fn natural(name: &str) -> Vec<(u128, String)> {
     let mut parts = vec![(0_u128, String::new())];
     let mut digits = false;
     for c in name.chars() {

@@ -134,20 +134,12 @@ pub(crate) fn grouped(mut summary: Summary, objects: &IndexMap<String, ObjectGro
     summary
 }
 
-/// Without what only the format adds: a list of one around every object, and places of chunks that
-/// are put together when they are read.
+/// Without the list of one that the format has around every object.
 fn plain(mut key: KeySummary) -> KeySummary {
-    match &mut key {
-        KeySummary::Tensor(tensor) => {
-            let nowhere = tensor.chunks.iter_mut().filter(|chunk| chunk.file.is_none());
-            nowhere.for_each(|chunk| chunk.file = Some("assembled".to_owned()));
-        }
-        KeySummary::Object { value } => {
-            if let Some([item]) = value.as_array().map(Vec::as_slice) {
-                *value = item.clone();
-            }
-        }
-        _ => {}
+    if let KeySummary::Object { value } = &mut key
+        && let Some([item]) = value.as_array().map(Vec::as_slice)
+    {
+        *value = item.clone();
     }
     key
 }

@@ -7,7 +7,7 @@ use dcp::jobs::framework::PluginReport;
 use serde_json::Value;
 
 use crate::output::Output;
-use crate::output::style::left;
+use crate::output::style::{columns, left};
 
 /// Columns that the names of facts take at least.
 const NAME: usize = 10;
@@ -22,9 +22,11 @@ pub(crate) fn facts(report: &PluginReport, out: &Output) -> String {
         };
         Some((name.replace('_', " "), value))
     });
+    let facts: Vec<_> = facts.map(|(name, value)| (Message(&name).to_string(), value)).collect();
+    let widest = facts.iter().map(|(name, _)| columns(name)).max().unwrap_or(0).max(NAME);
     let mut text = String::new();
     for (name, value) in facts {
-        let name = left(&Message(&name).to_string(), NAME);
+        let name = left(&name, widest);
         let _ = writeln!(text, "{} {}", out.style.dim(&name), Message(&value));
     }
     if !text.is_empty() {

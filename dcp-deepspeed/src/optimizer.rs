@@ -32,7 +32,8 @@ pub(crate) fn masters(
         return Err(bad_file(&model.name, problem));
     };
     let Some(first) = ranks.first() else { return Ok(Masters::default()) };
-    if let Some(other) = ranks.iter().find(|rank| rank.is_stage3 != first.is_stage3) {
+    let stage = |rank: &RankOptimizer| (rank.is_stage3, rank.stage);
+    if let Some(other) = ranks.iter().find(|rank| stage(rank) != stage(first)) {
         return Err(bad_file(&other.name, format!("it is of another stage than {:?}", first.name)));
     }
     let world = ranks.len() as u64;

@@ -10,10 +10,12 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, Dims, Key, Region, Storage, StorageError, Value,
 };
 use dcp_formats::incomplete_files::{LFS_PROBLEM, is_lfs_pointer};
+use dcp_formats::torch_save::TorchSaveReader;
 use dcp_jobs::Source;
 use dcp_jobs::read::{TensorReader, read_objects};
 
 use crate::error::bad_file;
+use crate::file_name::FileName;
 
 /// Bytes of a file that may be a pointer of Git LFS.
 const POINTER_MAX: u64 = 1024;
@@ -38,7 +40,12 @@ impl RankFile {
         let key = Key::new(name.as_str()).map_err(StorageError::from)?;
         let source = Source::torch_save(Arc::clone(storage), key.clone());
         match source.metadata().await {
-            Ok(metadata) => Ok(Self { name, source, metadata }),
+            Ok(metadata) => {
+                if let Some(reader) = source.extension::<TorchSaveReader>() {
+                    refuse_renamed(&name, reader.saved_as().await?.as_deref())?;
+                }
+                Ok(Self { name, source, metadata })
+            }
             Err(error @ CheckpointError::Format(_)) => {
                 let byte_len = storage.stat(&key).await?.byte_len;
                 let head = storage.read_range(&key, 0..byte_len.min(POINTER_MAX)).await?;
@@ -103,6 +110,22 @@ impl RankFile {
         let reader = Arc::clone(&self.source.reader);
         let reader = TensorReader::new(reader, Arc::clone(&self.metadata), entry)?;
         Ok(reader.read(&[region]).await?.to_vec())
+    }
+}
+
+/// Refuses a file that DeepSpeed saved under the name of another rank or kind: the flat buffers in it have no other
+/// mark of their rank. Any other name in it says nothing.
+fn refuse_renamed(name: &str, saved_as: Option<&str>) -> Result<(), CheckpointError> {
+    let Some(was) = saved_as.map(|saved_as| format!("{saved_as}.pt")) else { return Ok(()) };
+    let file = name.rsplit('/').next().unwrap_or(name);
+    match FileName::parse(&was) {
+        Some(of_file) if FileName::parse(file) != Some(of_file) => {
+            let problem = format!(
+                "it was saved as {was:?}, and renamed or copied: give each file its own name"
+            );
+            Err(bad_file(name, problem))
+        }
+        _ => Ok(()),
     }
 }
 

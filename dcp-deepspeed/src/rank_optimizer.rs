@@ -23,6 +23,8 @@ pub(crate) struct RankOptimizer {
     pub(crate) states: BTreeMap<u64, GroupStates>,
     pub(crate) settings: Vec<(Vec<String>, usize)>,
     pub(crate) is_stage3: bool,
+    /// The stage that the file names.
+    pub(crate) stage: Option<u64>,
     pub(crate) loss_scaler: Option<usize>,
     /// The ranks of each group, or of all.
     pub(crate) partitions: Option<Vec<u64>>,
@@ -65,7 +67,7 @@ impl RankOptimizer {
             let steps = as_strs(steps);
             matches!(
                 &*steps,
-                [ROOT, "partition_count" | "param_alignment_paddings", ..]
+                [ROOT, "partition_count" | "param_alignment_paddings" | "zero_stage", ..]
                     | ["ds_version"]
                     | [ROOT, BASE | ROOT, "param_groups", _, "params"]
             )
@@ -79,6 +81,7 @@ impl RankOptimizer {
                         found.paddings.extend(numbers(paddings).map(|paddings| (group, paddings)));
                     }
                 }
+                [ROOT, "zero_stage"] => found.stage = member(&value),
                 ["ds_version"] => found.version = value.as_str().map(ToOwned::to_owned),
                 [_, _, _, group, _] => {
                     let members = group.parse().ok().zip(numbers(&value));
@@ -107,6 +110,12 @@ fn numbers(value: &Value) -> Option<Vec<u64>> {
         Value::List(items) | Value::Tuple(items) => items.iter().map(Value::as_u64).collect(),
         other => Some(vec![other.as_u64()?]),
     }
+}
+
+/// The number of a member of an enumeration of Python.
+fn member(value: &Value) -> Option<u64> {
+    let view = value.view();
+    view.as_object().and_then(|member| member.args.first()).unwrap_or(view).as_u64()
 }
 
 /// The tensor of one axis that an entry is.

@@ -283,15 +283,26 @@ fn what_is_not_a_whole_save_is_refused_by_name() {
             fs::copy(step.join(file(z2, 1)), step.join(name)).unwrap();
         });
         refused("a huge number", huge.path(), "no rank writes").await;
-        let stale = damaged(z2, |step| {
-            fs::copy(step.join(file(z2, 1)), step.join(file(z2, 2))).unwrap();
+        let third = damaged(z2, |step| {
+            let of = fixture("deepspeed/z3_fp16_w4_subgroups/ckpt/global_step2").join(file("", 2));
+            fs::copy(of, step.join(file("", 2))).unwrap();
         });
-        refused("a rank of an older save", stale.path(), "there are files of 3").await;
+        refused("a rank of stage 3", third.path(), "another stage").await;
+        let fewer = damaged("z3_fp16_w4_subgroups", |step| {
+            fs::remove_file(step.join(file("", 3))).unwrap();
+            fs::remove_file(step.join("zero_pp_rank_3_mp_rank_00_model_states.pt")).unwrap();
+        });
+        refused("a lost last rank", fewer.path(), "there are files of 3").await;
         let other = damaged(z2, |step| {
             let of = fixture("deepspeed/z2_nostep_w2/ckpt/global_step0").join(file(z2, 1));
             fs::copy(of, step.join(file(z2, 1))).unwrap();
         });
         refused("a file of another step", other.path(), "state of group 0").await;
+        let elastic = damaged("z1_elastic_fp32_w2", |step| {
+            let of = fixture("deepspeed/v0145_z2_fp16_w2/ckpt/global_step2").join(file("", 1));
+            fs::copy(of, step.join(file("", 1))).unwrap();
+        });
+        refused("a rank of stage 2", elastic.path(), "another stage").await;
         let models = damaged("z3_bf16_w2", |step| {
             let name = "zero_pp_rank_1_mp_rank_00_model_states.pt";
             fs::copy(
@@ -301,6 +312,26 @@ fn what_is_not_a_whole_save_is_refused_by_name() {
             .unwrap();
         });
         refused("models of two saves", models.path(), "different saves").await;
+    });
+}
+
+/// The buffers of a rank look like those of every other: the archive has the name that it was saved under.
+#[test]
+fn a_file_under_the_name_of_another_rank_is_refused() {
+    block_on(async {
+        for name in ["z2_bf16_w2", "z3_bf16_w2", "z1_elastic_fp32_w2"] {
+            let copied = damaged(name, |step| {
+                fs::copy(step.join(file(name, 0)), step.join(file(name, 1))).unwrap();
+            });
+            refused(name, copied.path(), "it was saved as").await;
+            let swapped = damaged(name, |step| {
+                let (one, other) = (step.join(file(name, 0)), step.join(file(name, 1)));
+                fs::rename(&one, step.join("aside")).unwrap();
+                fs::rename(&other, &one).unwrap();
+                fs::rename(step.join("aside"), &other).unwrap();
+            });
+            refused(name, swapped.path(), "it was saved as").await;
+        }
     });
 }
 

@@ -16,6 +16,7 @@ use indexmap::IndexMap;
 
 use crate::folder::Group;
 use crate::messages::bad;
+use crate::names::RankName;
 use crate::placement::{region_of, shard_number};
 
 /// The file of one rank.
@@ -82,6 +83,7 @@ impl Files {
             let key = Key::new(file.clone()).map_err(StorageError::from)?;
             let reader = Arc::new(TorchSaveReader::of_rank(Arc::clone(storage), key));
             let metadata = reader.metadata().await?;
+            refuse_renamed(file, reader.saved_as().await?.as_deref())?;
             let opened = OpenedCheckpoint::new(Arc::clone(storage), Arc::clone(&reader) as _);
             let source = Source::from(opened.with_audit(Arc::clone(&reader) as _));
             let file = file.clone();
@@ -95,6 +97,20 @@ impl Files {
     pub(crate) fn file(&self, rank: u32) -> &str {
         self.ranks.get(&rank).map_or("", |file| &file.file)
     }
+}
+
+/// Refuses a file that PyTorch saved under the name of another rank or kind: each file looks like all others, and
+/// pieces of a flat parameter have no other mark of their rank. Any other name in it says nothing.
+fn refuse_renamed(file: &str, saved_as: Option<&str>) -> Result<(), CheckpointError> {
+    let Some(saved_as) = saved_as else { return Ok(()) };
+    let Some((stem, ending)) = file.rsplit_once('.') else { return Ok(()) };
+    let was = format!("{saved_as}.{ending}");
+    if stem == saved_as || !matches!(RankName::parse(&was), Some(Ok(_))) {
+        return Ok(());
+    }
+    let problem =
+        format!("it was saved as {was:?}, and renamed or copied: give each file its own name");
+    Err(bad(file, problem))
 }
 
 impl RankFile {

@@ -178,7 +178,7 @@ fn damage_is_refused_by_name_and_no_folder_of_it_is_complete() {
         let bytes = fs::read(at.join(model(2))).unwrap();
         fs::write(at.join(model(2)), &bytes[..bytes.len() / 2]).unwrap();
     });
-    refused("rank 0 wrote this file", &|at| {
+    refused("it was saved as", &|at| {
         fs::copy(at.join(model(0)), at.join(model(1))).unwrap();
     });
     refused("rank_1.pt", &|at| {
@@ -198,10 +198,31 @@ fn damage_is_refused_by_name_and_no_folder_of_it_is_complete() {
         fs::copy(at.join(model(0)), at.join("optim_world_size_2_rank_1.pt")).unwrap();
     });
     refused("fsdp_config.json", &|at| fs::write(at.join("fsdp_config.json"), "{").unwrap());
-    refused("4 ranks", &|at| {
+    refused("it was saved as", &|at| {
         fs::write(at.join("fsdp_config.json"), "{\"world_size\": 1}").unwrap();
         fs::copy(at.join(model(0)), at.join("model_world_size_1_rank_0.pt")).unwrap();
     });
+}
+
+/// Pieces of a flat parameter have no mark of their rank: the archive has the name that it was saved under.
+#[test]
+fn a_file_under_the_name_of_another_rank_is_refused() {
+    for fixture in ["verl_fsdp1_mesh_2r", "verl_fsdp1_orig_params_2r"] {
+        for swap in [false, true] {
+            let error = refusal(fixture, |at| {
+                let file = |rank: u32| at.join(format!("optim_world_size_2_rank_{rank}.pt"));
+                if swap {
+                    fs::rename(file(1), at.join("aside")).unwrap();
+                    fs::copy(file(0), file(1)).unwrap();
+                    fs::rename(at.join("aside"), file(0)).unwrap();
+                } else {
+                    fs::copy(file(0), file(1)).unwrap();
+                }
+            });
+            assert!(error.contains("it was saved as"), "{error}");
+            assert!(error.contains("optim_world_size_2_rank_"), "{error}");
+        }
+    }
 }
 
 /// A step opens at its actor, and is whole when its critic is as well.

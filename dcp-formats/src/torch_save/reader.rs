@@ -105,6 +105,18 @@ impl TorchSaveReader {
         &self.key
     }
 
+    /// The folder in the archive that has its records: for PyTorch the name of the file that it saves to, without
+    /// the ending, or `archive` where it saves to a stream. `None` for a file of the form before archives.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn saved_as(&self) -> Result<Option<Arc<str>>, CheckpointError> {
+        let index = self.index().await?;
+        let first = index.contents.records.keys().next();
+        Ok(first.and_then(|name| name.split_once('/')).map(|(root, _)| Arc::from(root)))
+    }
+
     /// The storage that has the file.
     pub(super) fn storage(&self) -> &Arc<dyn Storage> {
         &self.storage

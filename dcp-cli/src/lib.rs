@@ -16,3 +16,4 @@ mod terms;
 mod threads;
 
 pub use command_line::CommandLine;
+pub use terms::of_command;

@@ -90,7 +90,7 @@ const TERMS: &[(&str, &str)] = &[
 ];
 
 /// A message of the library with the options and subcommands of the command.
-pub(crate) fn of_command(message: &str) -> Cow<'_, str> {
+pub fn of_command(message: &str) -> Cow<'_, str> {
     // Nearly all of the texts have a backtick.
     let mut text = Cow::Borrowed(message);
     for (library, command) in TERMS {

@@ -7,8 +7,11 @@
 use dcp::CheckpointError;
 use dcp::core::Rank;
 use dcp::jobs::ErrorKind;
+use dcp::trace::TraceError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+
+use crate::terms;
 
 /// The reasons for which a call returns no value.
 #[derive(Debug)]
@@ -19,6 +22,8 @@ pub(crate) enum Failure {
     Job(dcp::jobs::Error),
     /// An argument that makes no sense.
     Argument(String),
+    /// A file that is no trace.
+    Damaged(String),
     /// A signal handler of Python raised, such as at Ctrl-C.
     Interrupted(PyErr),
     /// Code of Python that was called, such as a process group.
@@ -37,6 +42,15 @@ impl From<dcp::jobs::Error> for Failure {
     }
 }
 
+impl From<TraceError> for Failure {
+    fn from(error: TraceError) -> Self {
+        match error {
+            TraceError::Storage(error) => Self::Checkpoint(error.into()),
+            other => Self::Damaged(other.to_string()),
+        }
+    }
+}
+
 impl From<PyErr> for Failure {
     fn from(error: PyErr) -> Self {
         Self::Python(error)
@@ -48,6 +62,7 @@ impl From<Failure> for PyErr {
         match failure {
             Failure::Python(error) | Failure::Interrupted(error) => error,
             Failure::Argument(problem) => Parts::new("invalid-option", problem).raise(),
+            Failure::Damaged(problem) => Parts::new("damaged", problem).raise(),
             Failure::Job(error) => of_job(&error).raise(),
             Failure::Checkpoint(error) => of_checkpoint(&error).raise(),
         }
@@ -75,10 +90,11 @@ impl Parts {
 
     fn exception(self, py: Python<'_>) -> PyResult<PyErr> {
         let values = PyDict::new(py);
+        let causes = self.causes.iter().map(|cause| terms::of_python(cause)).collect::<Vec<_>>();
         values.set_item("kind", self.kind)?;
-        values.set_item("message", self.message)?;
-        values.set_item("causes", self.causes)?;
-        values.set_item("hint", self.hint)?;
+        values.set_item("message", terms::of_python(&self.message))?;
+        values.set_item("causes", causes)?;
+        values.set_item("hint", self.hint.as_deref().map(terms::of_python))?;
         values.set_item("rank", self.rank)?;
         values.set_item("retryable", self.retryable)?;
         let exception = py.import("distcp._errors")?.getattr("of")?.call((), Some(&values))?;

@@ -2,17 +2,20 @@
 //! of `dcp COMMAND --json`.
 
 use std::collections::BTreeMap;
+use std::io::BufWriter;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
 use dcp::core::format::Compression;
 use dcp::jobs::combine;
 use dcp::jobs::keys::{Rename, StatePart};
-use dcp::jobs::options::{JobOptions, JobProgress};
+use dcp::jobs::options::JobOptions;
+use dcp::jobs::report::{ReportLimits, render_html};
 use dcp::jobs::run::{AnyOf, KeepBest, KeepEvery, KeepLast, StepOrder};
-use dcp::jobs::{Destination, Keys};
+use dcp::jobs::{Destination, Keys, TargetOptions};
+use dcp::trace::{Trace, TraceSummary, create_trace};
 use dcp::{DType, Format};
 use pyo3::prelude::*;
 use serde::Serialize;
@@ -20,51 +23,9 @@ use serde::Serialize;
 use crate::call;
 use crate::checkpoint::{Checkpoint, opener};
 use crate::failure::Failure;
-
-/// Calls a function of Python with the bytes that are done and those in all, at most as often as a person reads them.
-struct Progress {
-    function: Py<PyAny>,
-    state: Mutex<(u64, u64, Instant)>,
-}
-
-impl Progress {
-    const INTERVAL: Duration = Duration::from_millis(100);
-
-    fn new(function: &Py<PyAny>) -> Self {
-        let function = Python::attach(|py| function.clone_ref(py));
-        Self { function, state: Mutex::new((0, 0, Instant::now())) }
-    }
-
-    fn call(&self, done: u64, total: u64) {
-        Python::attach(|py| {
-            if let Err(error) = self.function.call1(py, (done, total)) {
-                error.write_unraisable(py, Some(self.function.bind(py)));
-            }
-        });
-    }
-}
-
-impl JobProgress for Progress {
-    fn start(&self, total_bytes: u64) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        *state = (0, total_bytes, Instant::now());
-        drop(state);
-        self.call(0, total_bytes);
-    }
-
-    fn advance(&self, bytes: u64) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.0 += bytes;
-        let (done, total, called) = *state;
-        if done < total && called.elapsed() < Self::INTERVAL {
-            return;
-        }
-        state.2 = Instant::now();
-        // The function may wait for another thread of Python, which may be in here.
-        drop(state);
-        self.call(done, total);
-    }
-}
+use crate::progress::Progress;
+use crate::storages::storages;
+use crate::terms;
 
 /// Options that jobs share, by the names of their keyword arguments.
 #[derive(FromPyObject)]
@@ -84,7 +45,7 @@ pub(crate) struct Options {
     rename: Vec<String>,
     max_memory: Option<u64>,
     parallelism: Option<usize>,
-    progress: Option<Py<PyAny>>,
+    progress: Option<Progress>,
 }
 
 impl Options {
@@ -99,9 +60,18 @@ impl Options {
             None => job,
         };
         match &self.progress {
-            Some(function) => job.with_progress(Arc::new(Progress::new(function))),
+            Some(progress) => job.with_progress(Arc::new(progress.clone())),
             None => job,
         }
+    }
+
+    /// Runs a job with these options to its end, or to that of its progress function.
+    fn run<T: Send, E: Into<Failure>, F: Future<Output = Result<T, E>>>(
+        &self,
+        py: Python<'_>,
+        make: impl FnOnce() -> F + Send,
+    ) -> Result<T, Failure> {
+        call::run_with(py, self.progress.as_ref(), make)
     }
 
     fn keys(&self) -> Result<Keys, Failure> {
@@ -148,8 +118,11 @@ fn part(name: &str) -> Result<StatePart, Failure> {
     }
 }
 
+/// A report with the names of Python in its messages. No term has a character that JSON escapes.
 fn json(report: &impl Serialize) -> Result<String, Failure> {
-    serde_json::to_string(report).map_err(|error| Failure::Argument(error.to_string()))
+    let text = serde_json::to_string(report);
+    let text = text.map_err(|error| Failure::Argument(error.to_string()))?;
+    Ok(terms::of_python(&text).into_owned())
 }
 
 #[pymethods]
@@ -165,7 +138,7 @@ impl Checkpoint {
     }
 
     fn verify(&self, py: Python<'_>, deep: bool, options: Options) -> Result<String, Failure> {
-        json(&call::run(py, || self.inner.verify().deep(deep).job(options.job()).run())?)
+        json(&options.run(py, || self.inner.verify().deep(deep).job(options.job()).run())?)
     }
 
     #[pyo3(signature = (key, options))]
@@ -175,11 +148,36 @@ impl Checkpoint {
         key: Option<String>,
         options: Options,
     ) -> Result<String, Failure> {
-        json(&call::run(py, || self.inner.stats().key(key).job(options.job()).run())?)
+        json(&options.run(py, || self.inner.stats().key(key).job(options.job()).run())?)
     }
 
     fn diff(&self, py: Python<'_>, other: &Self, options: Options) -> Result<String, Failure> {
-        json(&call::run(py, || self.inner.diff(&other.inner).job(options.job()).run())?)
+        json(&options.run(py, || self.inner.diff(&other.inner).job(options.job()).run())?)
+    }
+
+    /// The report, whose page goes to the file `target`.
+    #[pyo3(signature = (target, stats, options))]
+    fn report(
+        &self,
+        py: Python<'_>,
+        target: Option<&str>,
+        stats: bool,
+        options: Options,
+    ) -> Result<String, Failure> {
+        let job = options.job();
+        json(&options.run(py, || async {
+            let settings = TargetOptions::default().with_overwrite(options.overwrite);
+            let file = match target {
+                Some(target) => Some(self.inner.target_file(target, &settings).await?),
+                None => None,
+            };
+            let report = self.inner.report(stats, &ReportLimits::default(), &job).await?;
+            if let Some(file) = file {
+                file.target().put_report(render_html(&report).into_bytes()).await?;
+                file.keep();
+            }
+            Ok::<_, dcp::jobs::Error>(report)
+        })?)
     }
 
     fn convert(&self, py: Python<'_>, target: &str, options: Options) -> Result<String, Failure> {
@@ -188,14 +186,14 @@ impl Checkpoint {
             .convert(options.destination(target)?)
             .keys(options.keys()?)
             .job(options.job());
-        json(&call::run(py, || conversion.run())?)
+        json(&options.run(py, || conversion.run())?)
     }
 
     fn reshard(&self, py: Python<'_>, target: &str, options: Options) -> Result<String, Failure> {
         let reshard =
             self.inner.reshard(target).ranks(options.ranks).compression(options.compression());
         let reshard = reshard.overwrite(options.overwrite).keys(options.keys()?).job(options.job());
-        json(&call::run(py, || reshard.run())?)
+        json(&options.run(py, || reshard.run())?)
     }
 }
 
@@ -208,7 +206,7 @@ pub(crate) fn merge(
     options: Options,
 ) -> Result<String, Failure> {
     let (destination, keys, opener) = (options.destination(target)?, options.keys()?, opener(None));
-    json(&call::run(py, || async {
+    json(&options.run(py, || async {
         let opened = open_all(&opener, &urls).await?;
         combine::merge(&opened, destination).keys(keys).job(options.job()).run().await
     })?)
@@ -223,7 +221,7 @@ pub(crate) fn average(
     options: Options,
 ) -> Result<String, Failure> {
     let (destination, keys, opener) = (options.destination(target)?, options.keys()?, opener(None));
-    json(&call::run(py, || async {
+    json(&options.run(py, || async {
         let opened = open_all(&opener, &urls).await?;
         combine::average(&opened, destination).keys(keys).job(options.job()).run().await
     })?)
@@ -249,7 +247,31 @@ pub(crate) fn copy(
     options: Options,
 ) -> Result<String, Failure> {
     let opener = opener(None);
-    json(&call::run(py, || opener.copy(source, target).job(options.job()).run())?)
+    json(&options.run(py, || opener.copy(source, target).job(options.job()).run())?)
+}
+
+/// The summary of traces. Their events go to the file `merged`.
+#[pyfunction]
+#[pyo3(signature = (urls, merged))]
+pub(crate) fn trace(
+    py: Python<'_>,
+    urls: Vec<String>,
+    merged: Option<PathBuf>,
+) -> Result<String, Failure> {
+    let storages = storages();
+    let trace = call::run(py, || async {
+        let mut all = Trace::default();
+        for url in &urls {
+            all.merge(Trace::open(&storages, url).await?);
+        }
+        Ok::<_, Failure>(all)
+    })?;
+    if let Some(file) = merged {
+        // Of files that exist, only a trace is replaced.
+        let written = create_trace(&file).and_then(|out| trace.write(BufWriter::new(out)));
+        written.map_err(PyErr::from)?;
+    }
+    json(&TraceSummary::of(&trace))
 }
 
 /// Lists the checkpoints in a folder.
@@ -281,7 +303,7 @@ pub(crate) fn prune(
     by: Option<&str>,
     dry_run: bool,
 ) -> Result<String, Failure> {
-    let policy = policy(keep_last, keep_every, keep_best);
+    let policy = policy(keep_last, keep_every, keep_best)?;
     let mut prune = opener(None).run(url).prune();
     if !policy.is_empty() {
         prune = prune.policy(policy);
@@ -308,7 +330,23 @@ pub(crate) fn prune(
 pub(crate) type BestOf = (usize, String, bool);
 
 /// The policy that keeps what one of these rules keeps.
-pub(crate) fn policy(last: Option<usize>, every: Option<u64>, best: Option<BestOf>) -> AnyOf {
+///
+/// # Errors
+///
+/// For a rule of zero checkpoints, which keeps nothing.
+pub(crate) fn policy(
+    last: Option<usize>,
+    every: Option<u64>,
+    best: Option<BestOf>,
+) -> Result<AnyOf, Failure> {
+    let zeros = [
+        ("keep_last", last == Some(0)),
+        ("keep_every", every == Some(0)),
+        ("keep_best", best.as_ref().is_some_and(|best| best.0 == 0)),
+    ];
+    if let Some((name, _)) = zeros.into_iter().find(|(_, is_zero)| *is_zero) {
+        return Err(Failure::Argument(format!("{name}=0 keeps nothing; leave it out, or give 1")));
+    }
     let mut policy = AnyOf::new();
     if let Some(last) = last {
         policy = policy.or(KeepLast(last));
@@ -320,5 +358,5 @@ pub(crate) fn policy(last: Option<usize>, every: Option<u64>, best: Option<BestO
         let best = if lowest { KeepBest::lowest } else { KeepBest::highest };
         policy = policy.or(best(count, metric));
     }
-    policy
+    Ok(policy)
 }

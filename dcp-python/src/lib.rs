@@ -9,8 +9,8 @@
 //! | `value` | Python's plain data as values, and back |
 //! | `state`, `stateful` | state dicts: nested values with tensors in Python's memory |
 //! | `group` | a process group of PyTorch as a collective |
-//! | `call` | calls that release the GIL and end at Ctrl-C |
-//! | `failure`, `log` | errors as exceptions, traces as records of `logging` |
+//! | `call`, `progress` | calls that release the GIL and end at Ctrl-C, and say how far they are |
+//! | `failure`, `terms`, `log` | errors as exceptions, in the names of Python; traces as records of `logging` |
 //! | `checkpoint`, `jobs` | an opened checkpoint: its keys, its values, the jobs on it |
 //! | `checkpointer` | saves and loads of a group, also in the background |
 //! | `manager` | the checkpoints of a training run |
@@ -29,10 +29,12 @@ mod log;
 mod manager;
 mod memory;
 mod planned;
+mod progress;
 mod python_storage;
 mod state;
 mod stateful;
 mod storages;
+mod terms;
 mod value;
 
 use pyo3::prelude::*;
@@ -53,6 +55,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(jobs::merge, module)?)?;
     module.add_function(wrap_pyfunction!(jobs::average, module)?)?;
     module.add_function(wrap_pyfunction!(jobs::prune, module)?)?;
+    module.add_function(wrap_pyfunction!(jobs::trace, module)?)?;
     module.add_function(wrap_pyfunction!(storages::register_storage, module)?)?;
     module.add_function(wrap_pyfunction!(command::run_command, module)?)?;
     Ok(())

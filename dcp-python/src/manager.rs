@@ -42,6 +42,10 @@ impl Manager {
         keep_best: Option<BestOf>,
         on_sigterm: bool,
     ) -> Result<Self, Failure> {
+        if every_steps == Some(0) || every_seconds == Some(0.0) {
+            let problem = "a schedule of every 0 steps or seconds; leave it out, or give more";
+            return Err(Failure::Argument(problem.to_owned()));
+        }
         let mut schedule = SaveSchedule::new();
         if let Some(steps) = every_steps {
             schedule = schedule.every_steps(steps);
@@ -53,7 +57,7 @@ impl Manager {
         let mut inner = CheckpointManager::new(url)
             .checkpointer(checkpointer.inner().clone())
             .schedule(schedule);
-        let policy = policy(keep_last, keep_every, keep_best);
+        let policy = policy(keep_last, keep_every, keep_best)?;
         if !policy.is_empty() {
             inner = inner.keep(policy);
         }

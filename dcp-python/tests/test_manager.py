@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def test_a_run_is_saved_resumed_and_pruned(background: bool, tmp_path: Path) -> 
     run = str(tmp_path / "run")
     for begun in ranks.run(2, tmp_path, train, run, 10, background):
         assert begun == (0, [0.0] * 4, 0)
-    assert sorted(one["name"] for one in distcp.ls(run).entries) == ["step-10", "step-4", "step-8"]
+    assert sorted(one.name for one in distcp.ls(run).entries) == ["step-10", "step-4", "step-8"]
     # The newest one is damaged: the run goes on from the one before.
     data = next((tmp_path / "run" / "step-10").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:40])
@@ -65,15 +64,38 @@ def test_progress_is_called(tmp_path: Path) -> None:
     assert seen and seen[0][0] == 0 and seen[-1][0] == seen[-1][1] > 0
 
 
-def test_a_progress_that_raises_does_not_stop_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(done: int, total: int) -> None:
-        raise RuntimeError("no terminal")
+def test_an_exception_of_the_progress_function_ends_the_job(tmp_path: Path) -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
 
-    raised: list[str] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda one: raised.append(str(one.exc_value)))
-    distcp.open(FIXTURES / "pytorch" / "nested").convert(tmp_path / "model.safetensors", progress=fail)
-    assert set(raised) == {"no terminal"}
-    assert distcp.open(tmp_path / "model.safetensors").verify().ok
+    source = distcp.open(FIXTURES / "pytorch" / "nested")
+    with pytest.raises(KeyboardInterrupt):
+        source.verify(deep=True, progress=stop)
+    with pytest.raises(KeyboardInterrupt):
+        source.stats(progress=stop)
+    with pytest.raises(KeyboardInterrupt):
+        source.convert(tmp_path / "model.safetensors", progress=stop)
+
+
+def test_rules_that_keep_nothing_are_refused(tmp_path: Path) -> None:
+    for rules in ({"keep_last": 0}, {"keep_every": 0}, {"keep_best": 0, "metric": "loss"}):
+        with pytest.raises(ValueError, match=f"{next(iter(rules))}=0"):
+            dcp.CheckpointManager(tmp_path, no_dist=True, **rules)
+        with pytest.raises(ValueError, match=f"{next(iter(rules))}=0"):
+            distcp.prune(tmp_path, **rules)
+    for schedule in ({"every_steps": 0}, {"every_seconds": 0.0}):
+        with pytest.raises(ValueError, match="every 0"):
+            dcp.CheckpointManager(tmp_path, no_dist=True, **schedule)
+
+
+def test_a_manager_says_what_it_saved_and_deleted(tmp_path: Path) -> None:
+    manager = dcp.CheckpointManager(tmp_path / "run", keep_last=1, no_dist=True)
+    state: dict[str, Any] = {"w": torch.ones(4), "step": 1}
+    first = manager.save(1, state)
+    assert (first.step, first.entries, first.deleted) == (1, 2, [])
+    manager.async_save(2, state)
+    second = manager.wait()
+    assert second is not None and (second.step, second.deleted, second.problem) == (2, [1], None)
 
 
 def test_is_distributed_only_where_it_is() -> None:

@@ -130,14 +130,14 @@ def test_errors_are_those_of_python(tmp_path: Path) -> None:
 def test_jobs(tmp_path: Path) -> None:
     source = distcp.open(FIXTURES / "pytorch" / "fsdp2_adam_2r")
     report = source.convert(tmp_path / "model.safetensors", part="model", dtype="bfloat16")
-    assert report.tensors == 12 and list(report["files"]) == ["model.safetensors"]
+    assert report.tensors == 12 and list(report.files) == ["model.safetensors"]
     model = distcp.open(tmp_path / "model.safetensors")
     assert model["embed.weight"].dtype == "bfloat16"
     with pytest.raises(FileExistsError):
         source.convert(tmp_path / "model.safetensors", part="model")
     source.reshard(tmp_path / "four", ranks=4)
     four = distcp.open(tmp_path / "four")
-    assert four.verify(deep=True).ok and len(four.inspect()["keys"]) == len(four)
+    assert four.verify(deep=True).ok and len(four.inspect().keys) == len(four)
     difference = source.diff(four)
     assert difference.equal, difference
     assert source.stats("model.embed.weight").tensors
@@ -146,9 +146,9 @@ def test_jobs(tmp_path: Path) -> None:
         distcp.copy(FIXTURES / "pytorch" / "nested", run / f"step_{step}")
     assert distcp.ls(run).latest == "step_3"
     plan = distcp.prune(run, keep_last=1, by="step")
-    assert [one["name"] for one in plan.steps if one["delete"]] == ["step_1", "step_2"] and (run / "step_1").exists()
+    assert [one.name for one in plan.steps if one.delete] == ["step_1", "step_2"] and (run / "step_1").exists()
     distcp.prune(run, keep_last=1, by="step", dry_run=False)
-    assert [one["name"] for one in distcp.ls(run).entries] == ["step_3"]
+    assert [one.name for one in distcp.ls(run).entries] == ["step_3"]
     distcp.average([run / "step_3", run / "step_3"], tmp_path / "mean.safetensors")
     with pytest.raises(ValueError, match="keep_best"):
         distcp.prune(run, keep_best=1)

@@ -8,19 +8,18 @@ Hugging Face, without executing anything in them.
 ``distcp.torch`` saves and loads state dicts of PyTorch, in place of ``torch.distributed.checkpoint``.
 """
 
+from distcp import reports
 from distcp._checkpoint import Checkpoint, Tensor, open
 from distcp._errors import CheckpointError
-from distcp._jobs import average, copy, ls, merge, prune
+from distcp._jobs import average, copy, ls, merge, prune, trace
 from distcp._native import __version__
 from distcp._opaque import Opaque
-from distcp._report import Report
 from distcp._storages import Storage, register_fsspec, register_storage
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Opaque",
-    "Report",
     "Storage",
     "Tensor",
     "__version__",
@@ -32,4 +31,6 @@ __all__ = [
     "prune",
     "register_fsspec",
     "register_storage",
+    "reports",
+    "trace",
 ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distcp import _native
 from distcp._jobs import Url, options
-from distcp._report import Report
+from distcp.reports import DiffReport, Inspected, Report, StatsReport, VerifyReport, Written, parse
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,23 +98,31 @@ class Checkpoint(Mapping[str, Any]):
     def __repr__(self) -> str:
         return f"<distcp.Checkpoint {self.uri!r}: {self.format}, {len(self)} keys>"
 
-    def inspect(self, key: str | None = None) -> Report:
+    def inspect(self, key: str | None = None) -> Inspected:
         """Keys, shapes, dtypes and files; of one key with ``key``."""
-        return Report.from_json(self._native.inspect(key))
+        return parse(Inspected, self._native.inspect(key))
 
-    def verify(self, *, deep: bool = False, **chosen: Any) -> Report:
+    def verify(self, *, deep: bool = False, **chosen: Any) -> VerifyReport:
         """Checks that everything is there: ``ok`` and ``problems``. ``deep`` compares every byte with its checksum."""
-        return Report.from_json(self._native.verify(deep, options(**chosen)))
+        return parse(VerifyReport, self._native.verify(deep, options(**chosen)))
 
-    def stats(self, key: str | None = None, **chosen: Any) -> Report:
+    def stats(self, key: str | None = None, **chosen: Any) -> StatsReport:
         """Minimum, maximum, mean, NaNs and infinities of each tensor."""
-        return Report.from_json(self._native.stats(key, options(**chosen)))
+        return parse(StatsReport, self._native.stats(key, options(**chosen)))
 
-    def diff(self, other: Checkpoint, **chosen: Any) -> Report:
+    def diff(self, other: Checkpoint, **chosen: Any) -> DiffReport:
         """The differences from another checkpoint, of any format."""
-        return Report.from_json(self._native.diff(other._native, options(**chosen)))
+        return parse(DiffReport, self._native.diff(other._native, options(**chosen)))
 
-    def convert(self, target: Url, **chosen: Any) -> Report:
+    def report(
+        self, target: Url | None = None, *, stats: bool = False, overwrite: bool = False, **chosen: Any
+    ) -> Report:
+        """The bytes of it by rank, file, layer and dtype. ``target`` is a file for the page of ``dcp report``, HTML that
+        loads nothing. ``stats`` reads all tensors, for their range, mean and histogram."""
+        file = None if target is None else os.fspath(target)
+        return parse(Report, self._native.report(file, stats, options(overwrite=overwrite, **chosen)))
+
+    def convert(self, target: Url, **chosen: Any) -> Written:
         """Writes it in another format: ``to`` is ``"dcp"``, ``"hf"``, ``"safetensors"``, ``"torch-save"`` or the target
         of a framework; without it, the name of the target decides.
 
@@ -124,11 +132,11 @@ class Checkpoint(Mapping[str, Any]):
         (``"s/PATTERN/REPLACEMENT/"``), ``max_memory`` (bytes), ``parallelism`` (reads in flight),
         ``progress`` (a function of the bytes that are done and those in all, or ``True`` for a bar of tqdm).
         """
-        return Report.from_json(self._native.convert(os.fspath(target), options(**chosen)))
+        return parse(Written, self._native.convert(os.fspath(target), options(**chosen)))
 
-    def reshard(self, target: Url, *, ranks: int, **chosen: Any) -> Report:
+    def reshard(self, target: Url, *, ranks: int, **chosen: Any) -> Written:
         """Writes it for another number of ranks, in its own format. Keywords are those of :meth:`convert`."""
-        return Report.from_json(self._native.reshard(os.fspath(target), options(ranks=ranks, **chosen)))
+        return parse(Written, self._native.reshard(os.fspath(target), options(ranks=ranks, **chosen)))
 
 
 class Tensor:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal, overload
 
 from distcp import _native
-from distcp._report import Report
+from distcp.reports import (
+    AverageWritten,
+    CopyReport,
+    PrunePlan,
+    PruneReport,
+    RunListing,
+    TraceSummary,
+    Written,
+    parse,
+)
 
 #: A path or a URL.
 Url = str | os.PathLike[str]
@@ -91,27 +100,69 @@ def _urls(urls: Iterable[Url]) -> list[str]:
     return [os.fspath(url) for url in urls]
 
 
-def merge(urls: Iterable[Url], target: Url, **chosen: Any) -> Report:
+def merge(urls: Iterable[Url], target: Url, **chosen: Any) -> Written:
     """Writes checkpoints with other keys as one. Keywords are those of ``Checkpoint.convert``."""
     sources = _urls(urls)
-    return Report.from_json(_native.merge(sources, os.fspath(target), options(**chosen)))
+    return parse(Written, _native.merge(sources, os.fspath(target), options(**chosen)))
 
 
-def average(urls: Iterable[Url], target: Url, **chosen: Any) -> Report:
+def average(urls: Iterable[Url], target: Url, **chosen: Any) -> AverageWritten:
     """Writes the average of checkpoints with equal keys. Keywords are those of ``Checkpoint.convert``."""
     sources = _urls(urls)
-    return Report.from_json(_native.average(sources, os.fspath(target), options(**chosen)))
+    return parse(AverageWritten, _native.average(sources, os.fspath(target), options(**chosen)))
 
 
-def copy(source: Url, target: Url, *, dry_run: bool = False) -> Report:
+def copy(source: Url, target: Url, *, dry_run: bool = False) -> CopyReport:
     """Copies the files of a checkpoint or of a whole run, unchanged, and compares the copy with its source."""
     chosen = options(dry_run=dry_run)
-    return Report.from_json(_native.copy(os.fspath(source), os.fspath(target), chosen))
+    return parse(CopyReport, _native.copy(os.fspath(source), os.fspath(target), chosen))
 
 
-def ls(url: Url, *, options: dict[str, str] | None = None) -> Report:
+def ls(url: Url, *, options: dict[str, str] | None = None) -> RunListing:
     """Lists the checkpoints in a folder: ``entries``, ``latest``."""
-    return Report.from_json(_native.list_run(os.fspath(url), options=options))
+    return parse(RunListing, _native.list_run(os.fspath(url), options=options))
+
+
+def trace(urls: Url | Iterable[Url], *, merge: Url | None = None) -> TraceSummary:
+    """Where the time of saves and loads went, from the files of ``Checkpointer::trace`` or ``dcp COMMAND --trace FILE``,
+    or folders of them.
+
+    ``merge`` is a file to write with the events of all, which https://ui.perfetto.dev opens; of files that exist, only a
+    trace is replaced.
+    """
+    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    target = None if merge is None else os.fspath(merge)
+    return parse(TraceSummary, _native.trace(_urls(given), target))
+
+
+@overload
+def prune(
+    url: Url,
+    *,
+    keep_last: int | None = ...,
+    keep_every: int | None = ...,
+    keep_best: int | None = ...,
+    metric: str | None = ...,
+    lowest: bool = ...,
+    incomplete: bool | float = ...,
+    by: str | None = ...,
+    dry_run: Literal[True] = ...,
+) -> PrunePlan: ...
+
+
+@overload
+def prune(
+    url: Url,
+    *,
+    keep_last: int | None = ...,
+    keep_every: int | None = ...,
+    keep_best: int | None = ...,
+    metric: str | None = ...,
+    lowest: bool = ...,
+    incomplete: bool | float = ...,
+    by: str | None = ...,
+    dry_run: Literal[False],
+) -> PruneReport: ...
 
 
 def prune(
@@ -125,10 +176,11 @@ def prune(
     incomplete: bool | float = False,
     by: str | None = None,
     dry_run: bool = True,
-) -> Report:
+) -> PrunePlan | PruneReport:
     """Deletes the checkpoints of a run that no rule keeps.
 
-    As the command, it deletes nothing by default: with ``dry_run=True``, the default, it returns the plan.
+    As the command, it deletes nothing by default: with ``dry_run=True``, the default, it returns the plan, a
+    :class:`PrunePlan <distcp.reports.PrunePlan>`.
     ``incomplete`` also deletes what killed saves left, a day after their last write or as many seconds.
     """
     age = None if incomplete is False else 86400.0 if incomplete is True else float(incomplete)
@@ -141,4 +193,4 @@ def prune(
         by=by,
         dry_run=dry_run,
     )
-    return Report.from_json(report)
+    return parse(PrunePlan, report) if dry_run else parse(PruneReport, report)

@@ -11,11 +11,19 @@ use crate::Run;
 /// What the tests need besides PyTorch.
 const TOOLS: &[&str] = &["pytest==9.0.2", "mypy==1.19.0", "zstandard==0.25.0"];
 
+/// The frameworks that save through the package, besides the libraries of the other steps. Without them their tests
+/// are skipped.
+const FRAMEWORKS: &[&str] = &["lightning==2.6.6"];
+
 impl Run<'_> {
     /// Builds the package as a folder that Python imports, with the extension module of a debug build, and
-    /// runs its tests. `all` also checks its types, which are those of the newest PyTorch.
+    /// runs its tests. `all` also runs those of frameworks and checks its types, for the newest PyTorch.
     pub(crate) fn python_package(&self, all: bool) -> Result {
         venv::add(&self.python, "python-tools", TOOLS)?;
+        if all {
+            venv::with_libraries(&self.python)?;
+            venv::add(&self.python, "frameworks", FRAMEWORKS)?;
+        }
         let site = self.folder.join("site");
         self.lay_out(&site)?;
         let root = workspace::root().join("dcp-python");

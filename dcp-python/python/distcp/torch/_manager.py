@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from distcp import _native
 from distcp._jobs import best_of
+from distcp.reports import SavedStep, build
 from distcp.torch._checkpointing import apply_loaded, checkpointer, group_of, in_background, plain_state
 from distcp.torch._group import for_background
 from distcp.torch._tensors import Describer, make_object
@@ -64,16 +65,17 @@ class CheckpointManager:
             keep_best=best,
             on_sigterm=on_sigterm,
         )
-        self._pending: Future[dict[str, Any]] | None = None
+        self._pending: Future[SavedStep] | None = None
 
     def should_save(self, step: int) -> str | None:
         """Why this step is saved, ``"step"``, ``"time"`` or ``"preemption"``; ``None`` if it is not. All ranks call it."""
         return self._native.should_save(step)
 
-    def save(self, step: int, state_dict: State, *, metrics: Mapping[str, float] | None = None) -> dict[str, Any]:
+    def save(self, step: int, state_dict: State, *, metrics: Mapping[str, float] | None = None) -> SavedStep:
         """Saves a step, and deletes what no rule keeps. Returns what was done."""
         self.wait()
-        return self._native.save(step, plain_state(state_dict), Describer(loads=False), _pairs(metrics))
+        state = plain_state(state_dict)
+        return build(SavedStep, self._native.save(step, state, Describer(loads=False), _pairs(metrics)))
 
     def async_save(self, step: int, state_dict: State, *, metrics: Mapping[str, float] | None = None) -> None:
         """Copies the state and saves the copy while training goes on. An earlier one is waited for, and its error
@@ -81,9 +83,9 @@ class CheckpointManager:
         self.wait()
         state = plain_state(state_dict)
         pending = self._native.save_in_background(step, state, Describer(loads=False), _pairs(metrics))
-        self._pending = in_background(f"step {step}", pending.wait)
+        self._pending = in_background(f"step {step}", lambda: build(SavedStep, pending.wait()))
 
-    def wait(self) -> dict[str, Any] | None:
+    def wait(self) -> SavedStep | None:
         """Waits for the save in the background, if there is one."""
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()

@@ -179,12 +179,12 @@ def _safe_object(native: _native.Checkpoint, fqn: str) -> bytes:
 
 def _refuse_damaged(native: _native.Checkpoint) -> None:
     from distcp._jobs import options
-    from distcp._report import Report
+    from distcp.reports import VerifyReport, parse
 
-    report = Report.from_json(native.verify(True, options()))
-    if not report["ok"]:
-        problems = report["problems"]
-        raise of("damaged", f"{native.uri} is damaged", causes=[str(problem) for problem in problems[:3]])
+    report = parse(VerifyReport, native.verify(True, options()))
+    if not report.ok:
+        causes = [problem.message for problem in report.problems[:3]]
+        raise of("damaged", f"{native.uri} is damaged", causes=causes)
 
 
 def metadata_of(native: _native.Checkpoint, path: str) -> Metadata:
